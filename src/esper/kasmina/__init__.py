@@ -1,0 +1,33 @@
+"""The host, and what grows in it."""
+
+from esper.kasmina.alpha import AlphaController
+from esper.kasmina.blueprints import BlueprintRegistry, BlueprintReport, BlueprintSpec, check_blueprint
+from esper.kasmina.cnn import CNNHost
+from esper.kasmina.compare import Comparison, cross_entropy
+from esper.kasmina.gates import GateThresholds
+from esper.kasmina.gpt import GPTHost
+from esper.kasmina.host import Host, Segment
+from esper.kasmina.lifecycle import LifecycleConfig, SeedState
+from esper.kasmina.model import MorphogeneticModel
+from esper.kasmina.optimiser import GrowingOptimizer
+from esper.kasmina.slot import SeedSlot
+
+__all__ = [
+    "AlphaController",
+    "BlueprintRegistry",
+    "BlueprintReport",
+    "BlueprintSpec",
+    "CNNHost",
+    "Comparison",
+    "GPTHost",
+    "GateThresholds",
+    "GrowingOptimizer",
+    "Host",
+    "LifecycleConfig",
+    "MorphogeneticModel",
+    "SeedSlot",
+    "SeedState",
+    "Segment",
+    "check_blueprint",
+    "cross_entropy",
+]

@@ -1,0 +1,123 @@
+"""The contract of a blueprint, as a function that users can call on their own.
+
+1. residual: Δ(h) has the shape of h;
+2. identity at birth: Δ(h) is exactly zero;
+3. alive: every parameter tensor gets a gradient that matters;
+4. its parameter count is the one that it states.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints.registry import BlueprintRegistry, BlueprintSpec
+from esper.kasmina.layers import reset_parameters
+from esper.leyline import BadValueError, BlueprintContractError, Topology
+
+ALIVE_RATIO = 1e-6
+"""A tensor is dead when its gradient norm never exceeds this share of the blueprint's largest."""
+ALIVE_SEEDS = 20
+ALIVE_BATCHES = 3
+STEP_SIZE = 0.05
+BATCH = 8
+IMAGE_SIDE = 6
+SEQUENCE = 5
+
+
+class BlueprintReport(NamedTuple):
+    """What was measured: parameters, and the smallest gradient ratio of any tensor over all seeds."""
+
+    parameters: int
+    weakest: str
+    weakest_ratio: float
+
+
+def check_blueprint(
+    topology: Topology, name: str, width: int, *, resolution: int | None = None, seeds: int = ALIVE_SEEDS
+) -> BlueprintReport:
+    """Check a registered blueprint at a width; raises `BlueprintContractError` naming the clause that is broken."""
+    spec = BlueprintRegistry.spec(topology, name)
+    side = resolution if resolution is not None else _default_resolution(spec)
+    if problem := spec.misfit(width, side):
+        raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
+    label = f"{topology} blueprint {name!r} at width {width}"
+    ratios: dict[str, float] = {}
+    for rng_seed in range(seeds):
+        module = _build(spec, width, rng_seed)
+        _check_count(module, spec, width, label)
+        # What passes a slot is a signed activation or, behind a ReLU, a non-negative one: a seed must live on both.
+        for positive in (False, True):
+            batches = _batches(topology, width, side, rng_seed, positive)
+            _check_birth(module, batches[0], label)
+            norms = _gradient_norms(_build(spec, width, rng_seed), batches, rng_seed)
+            largest = max(norms.values())
+            for parameter, norm in norms.items():
+                ratio = norm / largest if largest > 0 else 0.0
+                ratios[parameter] = min(ratio, ratios.get(parameter, float("inf")))
+    weakest = min(ratios, key=lambda parameter: ratios[parameter])
+    # `not >` so that a NaN gradient counts as dead.
+    if not ratios[weakest] > ALIVE_RATIO:
+        raise BlueprintContractError(
+            f"{label} breaks clause 3 (alive): the gradient of {weakest!r} is {ratios[weakest]:.1e} of the largest "
+            f"on one of {seeds} seeds; it must exceed {ALIVE_RATIO:.0e}. Look for a zero-initialised layer under a norm or "
+            "ReLU, a bias before a norm, or a parameter that forward does not use"
+        )
+    return BlueprintReport(spec.count(width), weakest, ratios[weakest])
+
+
+def _default_resolution(spec: BlueprintSpec) -> int:
+    return max(IMAGE_SIDE if spec.topology == "image" else SEQUENCE, spec.min_resolution)
+
+
+def _build(spec: BlueprintSpec, width: int, rng_seed: int) -> nn.Module:
+    """In float64. Foreign layers draw from the global generator, so that is seeded too, and put back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng_seed)
+        module = spec.build(width)
+    reset_parameters(module, rng_seed)
+    return module.double().train()
+
+
+def _batches(topology: Topology, width: int, side: int, rng_seed: int, positive: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1_000_003 * rng_seed + positive)
+    shape = {"image": (BATCH, width, side, side), "tokens": (BATCH, side, width), "vector": (BATCH, width)}[topology]
+    draws = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(ALIVE_BATCHES)]
+    return [draw.relu() for draw in draws] if positive else draws
+
+
+def _check_count(module: nn.Module, spec: BlueprintSpec, width: int, label: str) -> None:
+    actual = sum(parameter.numel() for parameter in module.parameters())
+    if actual != spec.count(width):
+        raise BlueprintContractError(
+            f"{label} breaks clause 4 (count): it states {spec.count(width)} parameters but has {actual}"
+        )
+
+
+def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
+    with torch.no_grad():
+        delta = module(h)
+    if not isinstance(delta, Tensor) or delta.shape != h.shape:
+        given = tuple(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
+        raise BlueprintContractError(f"{label} breaks clause 1 (residual): Δ is {given}, h is {tuple(h.shape)}")
+    if not torch.equal(delta, torch.zeros_like(delta)):
+        raise BlueprintContractError(
+            f"{label} breaks clause 2 (identity at birth): |Δ| reaches {delta.abs().max():.3g}, it must be exactly 0. "
+            "End it in a zero-initialised Scale, after the last nonlinearity and norm"
+        )
+
+
+def _gradient_norms(module: nn.Module, batches: list[Tensor], rng_seed: int) -> dict[str, float]:
+    """Largest gradient norm of each tensor over the batches, with an optimiser step between them."""
+    optimiser = torch.optim.SGD(module.parameters(), lr=STEP_SIZE)
+    generator = torch.Generator().manual_seed(rng_seed)
+    target = torch.randn(batches[0].shape, generator=generator, dtype=torch.float64)
+    norms = dict.fromkeys((name for name, _ in module.named_parameters()), 0.0)
+    for h in batches:
+        optimiser.zero_grad()
+        (h + module(h) - target).square().mean().backward()
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                norms[name] = max(norms[name], float(parameter.grad.norm()))
+        optimiser.step()
+    return norms

@@ -1,0 +1,119 @@
+"""What can grow: seed architectures, registered by decorator under a frozen spec."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from esper.kasmina.layers import reset_parameters
+from esper.leyline import TOPOLOGIES, BadValueError, BlueprintOffer, SlotSpec, Topology, UnknownNameError
+
+
+@dataclass(frozen=True)
+class BlueprintSpec:
+    """A seed architecture and where it may be built."""
+
+    name: str
+    topology: Topology
+    build: Callable[[int], nn.Module]
+    """width → module whose forward(h) returns the residual Δ(h), exactly zero at birth."""
+    count: Callable[[int], int]
+    """width → number of parameters."""
+    min_width: int = 1
+    min_resolution: int = 1
+    min_values: int = 1
+    """What its norm averages over, at least: width × pixels. Over fewer values a norm returns constants."""
+    multiple_of: int = 1
+    """Widths must be a multiple of this (attention heads)."""
+
+    def misfit(self, width: int, resolution: int | None = None) -> str | None:
+        """Why it cannot be built there, or None where it can."""
+        side = self.min_resolution if resolution is None else resolution
+        values = width * side ** (2 if self.topology == "image" else 0)
+        if width < self.min_width:
+            return f"width {width} is below its minimum of {self.min_width}"
+        if width % self.multiple_of:
+            return f"width {width} is not a multiple of {self.multiple_of}"
+        if side < self.min_resolution:
+            return f"resolution {resolution} is below its minimum of {self.min_resolution}"
+        if resolution is not None and values < self.min_values:
+            return (
+                f"width {width} at resolution {resolution} gives its norm {values} values of {self.min_values} needed"
+            )
+        return None
+
+
+class BlueprintRegistry:
+    """All blueprints by topology and name."""
+
+    _specs: ClassVar[dict[tuple[Topology, str], BlueprintSpec]] = {}
+
+    @classmethod
+    def register(
+        cls,
+        topology: Topology,
+        name: str,
+        count: Callable[[int], int],
+        *,
+        min_width: int = 1,
+        min_resolution: int = 1,
+        min_values: int = 1,
+        multiple_of: int = 1,
+    ) -> Callable[[Callable[[int], nn.Module]], Callable[[int], nn.Module]]:
+        """Decorate a module class or factory that takes a width. A name that is taken raises."""
+        if topology not in TOPOLOGIES:
+            raise UnknownNameError("topology", topology, TOPOLOGIES)
+        if (topology, name) in cls._specs:
+            raise BadValueError(f"a blueprint {name!r} for {topology} slots is registered already")
+
+        def enter(build: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+            cls._specs[topology, name] = BlueprintSpec(
+                name, topology, build, count, min_width, min_resolution, min_values, multiple_of
+            )
+            return build
+
+        return enter
+
+    @classmethod
+    def unregister(cls, topology: Topology, name: str) -> None:
+        """Forget a blueprint; seeds that were built from it live on."""
+        cls.spec(topology, name)
+        del cls._specs[topology, name]
+
+    @classmethod
+    def names(cls, topology: Topology) -> list[str]:
+        """Names for slots of that topology, in order of registration."""
+        if topology not in TOPOLOGIES:
+            raise UnknownNameError("topology", topology, TOPOLOGIES)
+        return [name for kind, name in cls._specs if kind == topology]
+
+    @classmethod
+    def spec(cls, topology: Topology, name: str) -> BlueprintSpec:
+        """The spec of a blueprint."""
+        if name not in cls.names(topology):
+            raise UnknownNameError(f"{topology} blueprint", name, cls.names(topology))
+        return cls._specs[topology, name]
+
+    @classmethod
+    def build(
+        cls, topology: Topology, name: str, width: int, *, resolution: int | None = None, rng_seed: int | None = None
+    ) -> nn.Module:
+        """A new seed module for a slot of that width; `rng_seed` fixes its initial weights."""
+        spec = cls.spec(topology, name)
+        if problem := spec.misfit(width, resolution):
+            raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
+        module = spec.build(width)
+        if rng_seed is not None:
+            reset_parameters(module, rng_seed)
+        return module
+
+    @classmethod
+    def offers(cls, slot: SlotSpec) -> tuple[BlueprintOffer, ...]:
+        """The blueprints that fit a slot, with their parameter counts there."""
+        specs = [cls.spec(slot.topology, name) for name in cls.names(slot.topology)]
+        return tuple(
+            BlueprintOffer(spec.name, spec.min_width, spec.min_resolution, spec.count(slot.width))
+            for spec in specs
+            if spec.misfit(slot.width, slot.resolution) is None
+        )

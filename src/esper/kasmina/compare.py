@@ -1,0 +1,110 @@
+"""Comparing rows: every row on the same images, each with normalisation statistics of its own.
+
+With the host's running statistics a good seed in an early slot auditions far below zero, because the layers behind it
+normalise by what they saw without it; and silencing a seed overstates its contribution for the same reason. So each
+row, the main one too, is calibrated by one train-mode forward over the same training inputs before it is scored.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from esper.kasmina.body import Body, Roles
+from esper.kasmina.slot import Role
+from esper.leyline import ACTIVE_STAGES, Measurement, SeedStage
+
+CHUNK = 1024
+"""Inputs per forward when rows are scored: bounds the memory, changes no result."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of (…, classes) against (…)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class RowScore(NamedTuple):
+    """One row on a set of inputs, a value per prediction (images, or tokens of all sequences)."""
+
+    correct: Tensor
+    losses: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """Percent."""
+        return 100.0 * float(self.correct.double().mean())
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy."""
+        return float(self.losses.double().mean())
+
+
+def paired_accuracy(row: RowScore, other: RowScore) -> Measurement:
+    """Points of accuracy of `row` over `other`, with the paired error.
+
+    From discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
+    """
+    count = row.correct.numel()
+    won = float((row.correct & ~other.correct).sum()) / count
+    lost = float((other.correct & ~row.correct).sum()) / count
+    variance = max(0.0, won + lost - (won - lost) ** 2)
+    return Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count))
+
+
+def paired_loss(row: RowScore, other: RowScore) -> Measurement:
+    """How much lower the loss of `row` is than that of `other`, with the paired standard error."""
+    difference = (other.losses - row.losses).double()
+    error = float(difference.std()) / math.sqrt(difference.numel()) if difference.numel() > 1 else math.inf
+    return Measurement(float(difference.mean()), error)
+
+
+class Difference(NamedTuple):
+    """A seed's effect in points of accuracy and in loss; positive is better."""
+
+    accuracy: Measurement
+    loss: Measurement
+
+
+class Comparison(NamedTuple):
+    """What `compare` found."""
+
+    main: RowScore
+    deployed: RowScore
+    """The main row with the running statistics."""
+    auditions: dict[str, Difference]
+    """Shadow row minus main row, for seeds in TRAINING."""
+    contributions: dict[str, Difference]
+    """Main row minus the row with this seed silenced, for seeds that act."""
+
+
+@torch.no_grad()
+def score_row(
+    body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None, *, chunk: int = CHUNK
+) -> RowScore:
+    """Score one row, calibrated on the given training inputs or, with None, by the running statistics."""
+    statistics = None if calibration is None else body.calibrate(calibration, roles)
+    correct, losses = [], []
+    for inputs, wanted in zip(x.split(chunk), targets.split(chunk), strict=True):
+        logits = body.evaluate(inputs, roles, statistics).flatten(0, -2)
+        correct.append(logits.argmax(-1) == wanted.flatten())
+        losses.append(F.cross_entropy(logits, wanted.flatten(), reduction="none"))
+    return RowScore(torch.cat(correct), torch.cat(losses))
+
+
+def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chunk: int = CHUNK) -> Comparison:
+    """Audition every TRAINING seed and silence every acting one, against the main row."""
+    main = score_row(body, x, targets, {}, calibration, chunk=chunk)
+    deployed = score_row(body, x, targets, {}, None, chunk=chunk)
+    auditions: dict[str, Difference] = {}
+    contributions: dict[str, Difference] = {}
+    for slot_id, slot in body.slot_items():
+        if slot.state.stage is SeedStage.TRAINING:
+            row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration, chunk=chunk)
+            auditions[slot_id] = Difference(paired_accuracy(row, main), paired_loss(row, main))
+        elif slot.state.stage in ACTIVE_STAGES:
+            row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration, chunk=chunk)
+            contributions[slot_id] = Difference(paired_accuracy(main, row), paired_loss(main, row))
+    return Comparison(main, deployed, auditions, contributions)

@@ -1,0 +1,312 @@
+"""Layers that are one network, or R networks at once.
+
+A module built from these layers is an ordinary module while its weights have their own shape. Called through
+`torch.func.functional_call` with weights that carry a leading row axis, and an input `(rows, batch, …)`, it is R
+networks side by side. Hosts and blueprints are therefore written once and serve a single network, a fleet and the
+exported model. A layer knows which of the two it is from the number of axes of its weights.
+
+Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, so that a grouped convolution and the
+norms see them without a copy; `fold_rows` and `unfold_rows` are the only two places that know this.
+
+Whether a call trains is an argument of the call, and BatchNorm returns the statistics of its batch instead of writing
+them: the caller decides which rows may write (`write_statistics`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Statistics = dict[str, Tensor]
+"""Buffer name → the value which this batch alone would give it."""
+
+BATCH_NORM_MOMENTUM = 0.1
+
+
+def fold_rows(x: Tensor) -> Tensor:
+    """(R, B, C, H, W) → (B, R·C, H, W); a view where the rows are stored that way, a copy elsewhere."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def unfold_rows(x: Tensor, rows: int) -> Tensor:
+    """(B, R·C, H, W) → (R, B, C, H, W), always a view."""
+    return x.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape (C,) or (R, C) so that it multiplies channels: axis -3 of images, the last axis of tokens and vectors.
+
+    Rows show in the axes of `values`; what remains of `like` is (B, C, H, W), (B, T, C) or (B, C).
+    """
+    rows = values.dim() - 1
+    spatial = 2 if like.dim() - rows == 4 else 0
+    middle = like.dim() - rows - 1 - spatial
+    return values.reshape(*values.shape[:-1], *([1] * middle), values.shape[-1], *([1] * spatial))
+
+
+def named_statistics(prefix: str, statistics: Statistics) -> Statistics:
+    """The statistics of a child under its name in the parent."""
+    return {f"{prefix}.{name}": value for name, value in statistics.items()}
+
+
+@torch.no_grad()
+def write_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
+    """Move the running statistics of `module` towards those of a batch."""
+    for name, value in statistics.items():
+        module.get_buffer(name).lerp_(value, BATCH_NORM_MOMENTUM)
+
+
+def max_pool(x: Tensor, size: int = 2) -> Tensor:
+    """Max pooling of images of one network or of rows."""
+    if x.dim() == 5:
+        return unfold_rows(F.max_pool2d(fold_rows(x), size), x.shape[0])
+    return F.max_pool2d(x, size)
+
+
+def reset_parameters(module: nn.Module, rng_seed: int) -> None:
+    """Draw all weights of `module` anew: a pure function of the seed and of the order of its layers."""
+    generator = torch.Generator().manual_seed(rng_seed)
+    for layer in module.modules():
+        if isinstance(layer, Layer):
+            layer.reset(generator)
+
+
+class Layer(nn.Module):
+    """A layer that can draw its own initial weights."""
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Set parameters and buffers to what they are at birth."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def _uniform(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
+    """Fill with U(-bound, bound), drawn on the CPU in float64 so that dtype and device do not change the draw."""
+    draw = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
+    parameter.copy_(draw.mul_(2 * bound).sub_(bound))
+
+
+class Conv2d(Layer):
+    """Convolution with stride 1 that keeps the resolution; odd kernels, no bias (a norm follows everywhere)."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int, *, groups: int = 1, masked: bool = False) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.kernel_size, self.groups = inputs, outputs, kernel_size, groups
+        self.weight = nn.Parameter(torch.empty(outputs, inputs // groups, kernel_size, kernel_size))
+        self.mask: Tensor | None
+        # A mask of the kernel's taps lets hosts of one fleet differ in what they can see.
+        self.register_buffer("mask", torch.ones(kernel_size, kernel_size) if masked else None)
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        _uniform(self.weight, 1 / math.sqrt(self.weight[0].numel()), generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        padding = self.kernel_size // 2
+        if self.mask is not None:
+            weight = weight * (self.mask if weight.dim() == 4 else self.mask[:, None, None])
+        if weight.dim() == 4:
+            return F.conv2d(x, weight, padding=padding, groups=self.groups)
+        rows = weight.shape[0]
+        y = F.conv2d(fold_rows(x), weight.flatten(0, 1), padding=padding, groups=rows * self.groups)
+        return unfold_rows(y, rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs}, {self.outputs}, kernel_size={self.kernel_size}, groups={self.groups}"
+
+
+class Linear(Layer):
+    """Affine map of the last axis."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        bound = 1 / math.sqrt(self.inputs)
+        _uniform(self.weight, bound, generator)
+        if self.bias is not None:
+            _uniform(self.bias, bound, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return F.linear(x, self.weight, self.bias)
+        flat = x.flatten(1, -2)  # (R, everything else, inputs)
+        weight = self.weight.transpose(1, 2)
+        y = flat @ weight if self.bias is None else torch.baddbmm(self.bias[:, None], flat, weight)
+        return y.unflatten(1, x.shape[1:-1])
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs}, {self.outputs}, bias={self.bias is not None}"
+
+
+class BatchNorm2d(Layer):
+    """Batch normalisation that returns its statistics: `forward(x, train) -> (y, statistics)`."""
+
+    __call__: Callable[..., tuple[Tensor, Statistics]]
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.register_buffer("running_mean", torch.empty(width))
+        self.register_buffer("running_var", torch.empty(width))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        self.weight.fill_(1)
+        self.bias.zero_()
+        self.running_mean.zero_()
+        self.running_var.fill_(1)
+
+    def forward(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        rows = self.weight.dim() == 2
+        folded = fold_rows(x) if rows else x
+        if train:
+            # With momentum 1 the kernel leaves the batch's own mean and (unbiased) variance in these two.
+            mean, var = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
+        else:
+            mean, var = self.running_mean, self.running_var
+        y = F.batch_norm(
+            folded, mean.flatten(), var.flatten(), self.weight.flatten(), self.bias.flatten(), train, 1.0, self.eps
+        )
+        if rows:
+            y = unfold_rows(y, x.shape[0])
+        return y, {"running_mean": mean, "running_var": var} if train else {}
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+class _AffineNorm(Layer):
+    """Weight one and bias zero per channel."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        self.weight.fill_(1)
+        self.bias.zero_()
+
+
+class GroupNorm(_AffineNorm):
+    """Group normalisation of images."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, groups: int, width: int, *, eps: float = 1e-5) -> None:
+        super().__init__(width, eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 1:
+            return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+        rows = x.shape[0]
+        # Each row's channels are contiguous, so its groups are too.
+        y = F.group_norm(fold_rows(x), rows * self.groups, self.weight.flatten(), self.bias.flatten(), self.eps)
+        return unfold_rows(y, rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.groups}, {self.width}, eps={self.eps}"
+
+
+class LayerNorm(_AffineNorm):
+    """Layer normalisation of the last axis."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+        super().__init__(width, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 1:
+            return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
+        middle = [1] * (x.dim() - 2)
+        weight, bias = (p.reshape(p.shape[0], *middle, self.width) for p in (self.weight, self.bias))
+        return F.layer_norm(x, (self.width,), eps=self.eps) * weight + bias
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+class Embedding(Layer):
+    """Table look-up: ids (B, T) → (B, T, width), or (R, B, T) → (R, B, T, width)."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, entries: int, width: int, *, std: float = 0.02) -> None:
+        super().__init__()
+        self.entries, self.width, self.std = entries, width, std
+        self.weight = nn.Parameter(torch.empty(entries, width))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        draw = torch.randn(self.weight.shape, dtype=torch.float64, generator=generator)
+        self.weight.copy_(draw.mul_(self.std))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return F.embedding(ids, self.weight)
+        rows = self.weight.shape[0]
+        offset = torch.arange(rows, device=ids.device).mul_(self.entries).reshape(rows, *[1] * (ids.dim() - 1))
+        return F.embedding(ids + offset, self.weight.flatten(0, 1))
+
+    def extra_repr(self) -> str:
+        return f"{self.entries}, {self.width}"
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention of (…, T, width). No key bias: softmax cancels it, so it could never learn."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = Linear(width, width)
+        self.key = Linear(width, width, bias=False)
+        self.value = Linear(width, width)
+        self.out = Linear(width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = (p(h).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(-2, -3).flatten(-2))
+
+
+class Scale(Layer):
+    """A factor per channel, zero at birth: whatever it closes is silent then, yet has a gradient to open by."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        self.weight.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * per_channel(self.weight, x)

@@ -1,0 +1,92 @@
+"""An optimiser that follows membership: a seed's state is born and dies with the seed."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from esper.kasmina.model import MorphogeneticModel
+
+HOST = "host"
+CLIP_EPS = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+class GrowingOptimizer:
+    """Wraps a torch optimiser: one parameter group for the host, one per seed.
+
+    `make` builds it from the host's parameters, for example `lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)`;
+    seeds get the same settings, changed by `seed_options`. The model tells it of every birth and death, so there is
+    nothing to remember. Groups are clipped apart, and a group whose gradient is not finite is left out of the step.
+    """
+
+    def __init__(
+        self,
+        model: "MorphogeneticModel",
+        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        seed_options: dict[str, Any] | None = None,  # Any: whatever the wrapped optimiser takes
+        clip_norm: float | None = None,
+    ) -> None:
+        self.model = model
+        self.clip_norm = clip_norm
+        self.seed_options = dict(seed_options or {})
+        self.wrapped = make(list(model.host_parameters()))
+        if len(self.wrapped.param_groups) != 1:
+            raise ValueError("make() must put the host's parameters into one group")
+        self.wrapped.param_groups[0]["name"] = HOST
+        model.follow(self)
+
+    def sync(self) -> None:
+        """Make the groups those of the seeds that live now."""
+        alive = {slot_id: list(self.model.seed_parameters(slot_id)) for slot_id in self.model.live_slots()}
+        for group in list(self.wrapped.param_groups):
+            if group["name"] != HOST and not _same(group["params"], alive.get(group["name"])):
+                for parameter in group["params"]:
+                    self.wrapped.state.pop(parameter, None)
+                self.wrapped.param_groups.remove(group)
+        known = {group["name"] for group in self.wrapped.param_groups}
+        for slot_id, parameters in alive.items():
+            if slot_id not in known:
+                self.wrapped.add_param_group({"params": parameters, "name": slot_id, **self.seed_options})
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.wrapped.zero_grad(set_to_none=True)
+
+    def step(self) -> dict[str, float]:
+        """Clip each group, step those that are finite, and tell the seeds their gradient norms (which it returns).
+
+        One host sync: the norms decide who steps.
+        """
+        groups, norms = self._norms()
+        for name, norm in norms.items():
+            factor = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + CLIP_EPS))
+            for parameter in groups[name]:
+                if not math.isfinite(norm):
+                    parameter.grad = None  # optimisers pass over parameters without a gradient
+                elif factor < 1.0 and parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self.wrapped.step()
+        self.model.observe_gradients(norms)
+        return norms
+
+    def _norms(self) -> tuple[dict[str, list[nn.Parameter]], dict[str, float]]:
+        groups = {group["name"]: group["params"] for group in self.wrapped.param_groups}
+        norms: list[Tensor] = []
+        names: list[str] = []
+        for name, parameters in groups.items():
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if gradients:
+                names.append(name)
+                norms.append(torch.nn.utils.get_total_norm(gradients))
+        values = torch.stack(norms).tolist() if norms else []
+        return groups, dict(zip(names, values, strict=True))
+
+
+def _same(left: list[nn.Parameter], right: list[nn.Parameter] | None) -> bool:
+    """Whether two lists hold the same parameter objects."""
+    return right is not None and [id(p) for p in left] == [id(p) for p in right]

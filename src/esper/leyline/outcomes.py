@@ -1,0 +1,70 @@
+"""What came of something: measurements with their error, verdicts of gates, changes of stage, ends of episodes."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from esper.leyline.stages import SeedStage
+
+
+class Measurement(NamedTuple):
+    """A measured value and its standard error, in the same unit. What was not measured is None, never 0."""
+
+    value: float
+    error: float
+
+    @property
+    def beyond_error(self) -> bool:
+        """Positive by more than its own error."""
+        return self.value > self.error
+
+
+def mean_of(measurements: tuple[Measurement, ...]) -> Measurement | None:
+    """Mean of independent measurements, error propagated; None where there is none."""
+    if not measurements:
+        return None
+    count = len(measurements)
+    error = math.sqrt(sum(m.error**2 for m in measurements)) / count
+    return Measurement(sum(m.value for m in measurements) / count, error)
+
+
+class GateResult(NamedTuple):
+    """A gate's verdict; `score` in [0, 1] says how far the conditions are met, `reasons` what is missing."""
+
+    passed: bool
+    score: float
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageChange:
+    """A slot went from one stage to another."""
+
+    slot_id: str
+    source: SeedStage
+    target: SeedStage
+    cause: str
+    """The verb or timer behind it: germinate, advance, tick, prune …"""
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """How an episode ended: the hardened host against its control, on the same images."""
+
+    accuracy: float
+    control_accuracy: float
+    added_parameters: int
+    host_parameters: int
+
+    @property
+    def gain(self) -> float:
+        """Points over the control."""
+        return self.accuracy - self.control_accuracy
+
+    def rent(self, points_per_doubling: float = 2.0) -> float:
+        """ρ · log2(1 + grown parameters / host parameters), in points."""
+        return points_per_doubling * math.log2(1 + self.added_parameters / self.host_parameters)
+
+    def objective(self, points_per_doubling: float = 2.0) -> float:
+        """Gain minus rent."""
+        return self.gain - self.rent(points_per_doubling)

@@ -1,0 +1,93 @@
+"""Slots: the places in a host where something may grow, described without any module."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from esper.leyline.errors import BadValueError, UnknownNameError
+
+Topology = Literal["image", "tokens", "vector"]
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
+
+_GRID_ID = re.compile(r"r(\d+)c(\d+)")
+
+
+def slot_id(row: int, column: int) -> str:
+    """`r<row>c<col>`: column = block, row 0 = before the block's pool (or where there is none), row 1 = after it."""
+    return f"r{row}c{column}"
+
+
+def parse_slot_id(text: str) -> tuple[int, int]:
+    """(row, column) of an id like `r1c0`."""
+    match = _GRID_ID.fullmatch(text)
+    if match is None:
+        raise BadValueError(f"slot id {text!r} is not of the form r<row>c<col>, such as r1c0")
+    return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class BlueprintOffer:
+    """A blueprint that fits a slot, with its true parameter count at the slot's width."""
+
+    name: str
+    min_width: int
+    min_resolution: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """One slot: what passes there, and what may grow there."""
+
+    slot_id: str
+    width: int
+    topology: Topology
+    position: float
+    """Depth in the host: 0 at its input, 1 at its output."""
+    resolution: int | None = None
+    """Side of the image or length of the sequence there; None where it is not known."""
+    blueprints: tuple[BlueprintOffer, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise BadValueError(f"slot {self.slot_id!r}: width {self.width} is not positive")
+        if self.topology not in TOPOLOGIES:
+            raise UnknownNameError("topology", self.topology, TOPOLOGIES)
+        if not 0.0 <= self.position <= 1.0:
+            raise BadValueError(f"slot {self.slot_id!r}: position {self.position} is not in [0, 1]")
+
+
+@dataclass(frozen=True)
+class SlotConfig:
+    """The slots of a task in order; features, masks, heads and buffers are all built from this one object."""
+
+    slots: tuple[SlotSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not self.slots:
+            raise BadValueError("a slot configuration needs at least one slot")
+        if len(set(self.slot_ids)) != len(self.slots):
+            raise BadValueError(f"slot ids must be unique, got {list(self.slot_ids)}")
+
+    @property
+    def slot_ids(self) -> tuple[str, ...]:
+        """Ids in the order of the action index."""
+        return tuple(slot.slot_id for slot in self.slots)
+
+    @cached_property
+    def blueprint_names(self) -> tuple[str, ...]:
+        """Every blueprint offered anywhere, in order of first appearance: the choices of the blueprint head."""
+        return tuple(dict.fromkeys(offer.name for slot in self.slots for offer in slot.blueprints))
+
+    def index(self, wanted: str) -> int:
+        """Position of a slot id in the action index."""
+        if wanted not in self.slot_ids:
+            raise UnknownNameError("slot", wanted, self.slot_ids)
+        return self.slot_ids.index(wanted)
+
+    def __getitem__(self, wanted: str) -> SlotSpec:
+        return self.slots[self.index(wanted)]
+
+    def __len__(self) -> int:
+        return len(self.slots)
