@@ -1,7 +1,9 @@
 """The host, and what grows in it."""
 
 from esper.kasmina.alpha import AlphaController
+from esper.kasmina.attach import attach
 from esper.kasmina.blueprints import BlueprintRegistry, BlueprintReport, BlueprintSpec, check_blueprint
+from esper.kasmina.check import HostReport, check_host
 from esper.kasmina.cnn import CNNHost
 from esper.kasmina.compare import Comparison, cross_entropy
 from esper.kasmina.gates import GateThresholds
@@ -23,11 +25,14 @@ __all__ = [
     "GateThresholds",
     "GrowingOptimizer",
     "Host",
+    "HostReport",
     "LifecycleConfig",
     "MorphogeneticModel",
     "SeedSlot",
     "SeedState",
     "Segment",
+    "attach",
     "check_blueprint",
+    "check_host",
     "cross_entropy",
 ]

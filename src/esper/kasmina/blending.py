@@ -48,7 +48,8 @@ def blend(h: Tensor, delta: Tensor, alpha: Tensor | float, style: str, gate: Ble
         return h * (1 + alpha * torch.tanh(delta))
     if gate is None:
         raise UnknownNameError("blending style without a gate", style, BLEND_STYLES[:-1])
-    return h + alpha * gate(h) * delta
+    opened: Tensor = gate(h)
+    return h + alpha * opened * delta
 
 
 def straight_through(h: Tensor, blended: Tensor) -> Tensor:

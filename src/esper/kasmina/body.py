@@ -6,7 +6,7 @@ than the main one write nothing.
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -69,6 +69,10 @@ class Body(nn.Module):
         """The main row. Writes statistics when it trains. Also what the shadows of the `tapped` slots start from."""
         raise NotImplementedError
 
+    def call(self, train: bool, /, *args: Any, **kwargs: Any) -> Tensor:  # Any: whatever the host takes
+        """The main row as a plain call: one input, or what a foreign host's own forward takes."""
+        raise NotImplementedError
+
     def shadow(self, slot_id: str, tap: Tensor, train: bool) -> Tensor:
         """The shadow row of a seed: full effect, gradient for this seed alone, nothing written."""
         raise NotImplementedError
@@ -123,6 +127,9 @@ class SegmentedBody(Body):
         done: Pass = self(x, train, tapped=tapped)
         write_statistics(self, done.statistics)
         return done.output, done.taps
+
+    def call(self, train: bool, /, x: Tensor) -> Tensor:
+        return self.main(x, train)[0]
 
     def shadow(self, slot_id: str, tap: Tensor, train: bool) -> Tensor:
         with self.playing({slot_id: Role.SHADOW}):

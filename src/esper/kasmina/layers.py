@@ -32,7 +32,8 @@ def fold_rows(x: Tensor) -> Tensor:
 
 def unfold_rows(x: Tensor, rows: int) -> Tensor:
     """(B, R·C, H, W) → (R, B, C, H, W), always a view."""
-    return x.unflatten(1, (rows, -1)).transpose(0, 1)
+    batch, channels, height, width = x.shape
+    return x.view(batch, rows, channels // rows, height, width).transpose(0, 1)
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class Linear(Layer):
         flat = x.flatten(1, -2)  # (R, everything else, inputs)
         weight = self.weight.transpose(1, 2)
         y = flat @ weight if self.bias is None else torch.baddbmm(self.bias[:, None], flat, weight)
-        return y.unflatten(1, x.shape[1:-1])
+        return y.view(*x.shape[:-1], self.outputs)
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, bias={self.bias is not None}"

@@ -4,7 +4,8 @@ States are immutable and verbs are pure, so a refused verb has changed nothing, 
 functions serve a single model and a fleet. Modules are the business of `slot.py`, conditions that of `gates.py`.
 
 Time: a step trains first and ticks last. ADVANCE into BLENDING sets the first non-zero alpha at once, so a ramp of
-three trains at ⅓, ⅔ and 1. `tick` is the only place where counters and timers move and transitions happen by themselves.
+three trains at ⅓, ⅔ and 1. `tick` is the only place where counters and timers move and where
+transitions happen by themselves.
 """
 
 import math

@@ -1,18 +1,20 @@
 """A host that can grow: the verbs of the lifecycle, the losses to train on, and what to save."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina import lifecycle
+from esper.kasmina import checkpoint, lifecycle
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.body import Body, SegmentedBody
 from esper.kasmina.compare import Comparison, compare, cross_entropy
 from esper.kasmina.gates import gate_germinate
+from esper.kasmina.harden import harden
 from esper.kasmina.host import Host
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
 from esper.kasmina.slot import ISOLATIONS, Isolation, SeedSlot
@@ -26,6 +28,9 @@ from esper.leyline import (
     UnknownNameError,
     derive_seed,
 )
+
+RECOMPILE_LIMIT = 128
+"""Graphs of one compiled model: a few for each seed in its life, where torch by default gives up after eight."""
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -84,9 +89,18 @@ class MorphogeneticModel(nn.Module):
         """Slots by id, in the host's order."""
         return dict(self.body.slot_items())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: whatever the host takes
         """The network itself (the main row). In training mode it moves the running statistics."""
-        return self.body.main(x, self.training)[0]
+        return self.body.call(self.training, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # Any: the arguments of torch.compile
+        """Compile the rows in place, for `forward` and `losses` alike. Stages and alphas may change at any time.
+
+        The graph changes when a seed begins or ceases to act, never by alpha alone.
+        """
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:  # newer than our oldest torch
+            kwargs.setdefault("recompile_limit", RECOMPILE_LIMIT)
+        self.body.compile(*args, **kwargs)
 
     def losses(self, x: Tensor, targets: Tensor, criterion: Criterion = cross_entropy) -> dict[str, Tensor]:
         """The main row's loss under `main`, and under its slot id the shadow's loss of every TRAINING seed.
@@ -106,7 +120,8 @@ class MorphogeneticModel(nn.Module):
 
         `calibration` are training inputs (512 serve well) that set each row's normalisation statistics.
         """
-        found = compare(self.body, x, targets, calibration)
+        with torch.compiler.set_stance("force_eager"):  # rows that run once are not worth a graph each
+            found = compare(self.body, x, targets, calibration)
         for slot_id, audition in found.auditions.items():
             slot = self.body.slot(slot_id)
             slot.settle(lifecycle.record_audition(slot.state, audition.accuracy))
@@ -186,6 +201,14 @@ class MorphogeneticModel(nn.Module):
         self._followers.add(follower)
         follower.sync()
 
+    def __getstate__(self) -> dict[str, Any]:  # Any: the attributes of a module
+        """All but the followers: they follow this very model, not a copy of it."""
+        return {name: value for name, value in nn.Module.__getstate__(self).items() if name != "_followers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        self._followers = weakref.WeakSet()
+
     # -- what is in it ------------------------------------------------------------------------------------------------
 
     def _in_stage(self, *stages: SeedStage) -> list[str]:
@@ -233,17 +256,31 @@ class MorphogeneticModel(nn.Module):
     # -- to disk and out ----------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: weights as safetensors, everything else as JSON."""
-        from esper.kasmina.checkpoint import save
-
-        save(self, Path(folder))
+        """Write a checkpoint: weights as safetensors, everything else as JSON. It replaces the one in `folder`."""
+        checkpoint.save(
+            Path(folder),
+            self.body,
+            isolation=self.isolation,
+            config=self.config,
+            budget=self.budget,
+            rng_seed=self.rng_seed,
+        )
 
     @classmethod
     def load(cls, folder: str | Path, model: "MorphogeneticModel | None" = None) -> "MorphogeneticModel":
-        """Rebuild what `save` wrote. A host that is not built in must be handed in, in a freshly built `model`."""
-        from esper.kasmina.checkpoint import load
+        """Rebuild what `save` wrote. A host that is not built in must be handed in, in a freshly built `model`.
 
-        return load(Path(folder), model)
+        A model that was handed in becomes the saved one, or is left as it was by a `CheckpointError`.
+        """
+        found = checkpoint.read(Path(folder))
+        saved = found.model
+        if model is None:
+            model = cls(found.build_host(), saved.slot_ids, isolation=saved.isolation)
+        checkpoint.restore(found, model.body)
+        model.isolation, model.config = saved.isolation, saved.config
+        model.budget, model.rng_seed = saved.budget, saved.rng_seed
+        model._notify()
+        return model
 
     def harden(
         self,
@@ -252,12 +289,13 @@ class MorphogeneticModel(nn.Module):
         keep: Sequence[str] = (),
         drop: Sequence[str] = (),
         calibration: Tensor | None = None,
+        example: Tensor | None = None,
     ) -> nn.Module:
         """A plain torch module with the fossils built in; with a folder, also written so that it loads without Esper.
 
         Live seeds that are no fossils must be named in `keep` or `drop`. Dropping a seed that acts moves the
-        activations behind it, so the running statistics are set anew from `calibration` (training inputs).
+        activations behind it, so the running statistics are set anew from `calibration` (training inputs). An attached
+        host is also written as `model.pt2`, traced with the `example` input. The model itself stays as it is.
         """
-        from esper.kasmina.harden import harden
-
-        return harden(self, None if folder is None else Path(folder), tuple(keep), tuple(drop), calibration)
+        place = None if folder is None else Path(folder)
+        return harden(self.body, place, keep=keep, drop=drop, calibration=calibration, example=example)

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from esper.kasmina.blending import BlendGate, blend, make_gate, straight_through
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.lifecycle import SeedState
-from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, HostMismatchError, SeedReport, SeedStage, SlotSpec, Topology
+from esper.leyline import (
+    ACTIVE_STAGES,
+    LIVE_STAGES,
+    GateRefusedError,
+    HostMismatchError,
+    SeedReport,
+    SeedStage,
+    SlotSpec,
+    Topology,
+)
 
 Isolation = Literal["shadow", "straight_through"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
@@ -36,32 +45,49 @@ class SeedSlot(nn.Module):
 
     alpha: Tensor
 
-    def __init__(self, spec: SlotSpec, isolation: Isolation = "shadow") -> None:
+    def __init__(self, spec: SlotSpec | str, isolation: Isolation = "shadow") -> None:
+        """`spec`, or the id alone where a first forward pass has yet to show what passes there (see `learn`)."""
         super().__init__()
-        self.spec = spec
+        self._spec = None if isinstance(spec, str) else spec
         self.isolation = isolation
-        self.state = SeedState(spec.slot_id)
+        self.state = SeedState(spec if isinstance(spec, str) else spec.slot_id)
         self.seed: nn.Module | None = None
         self.gate: BlendGate | None = None
         self.role = Role.MAIN
+        # What it does to the main row. Stages that do the same share a value here, and so a compiled graph.
+        self._effect: Literal["silent", "straight_through", "blend"] = "silent"
         # A buffer, so that a new alpha needs neither a recompilation nor a new graph.
         self.register_buffer("alpha", torch.zeros(()))
 
+    @property
+    def spec(self) -> SlotSpec:
+        """What passes here."""
+        if self._spec is None:
+            raise GateRefusedError(
+                f"what passes slot {self.state.slot_id!r} is not known yet: run one forward pass, "
+                "or pass example= to attach()"
+            )
+        return self._spec
+
+    def learn(self, spec: SlotSpec) -> None:
+        """A probe has seen what passes here."""
+        self._spec = spec
+
     def forward(self, h: Tensor, conductance: Tensor | float = 1.0) -> Tensor:
         """The stream behind the slot. `conductance` is how much of the seed's effect the host lets through."""
-        if self.seed is None or self.role is Role.SILENT:
+        effect = self._effect if self.role is Role.MAIN else self.role.value
+        if effect == "silent" or self.seed is None:
             return h
         self._check_width(h)
-        if self.role is Role.SHADOW:
-            return self._full_effect(h.detach(), self.seed, conductance)
-        if self.state.stage in ACTIVE_STAGES:
+        if effect == "blend":
             return blend(h, self.seed(h), self.alpha * conductance, self.state.style, self.gate)
-        if self.state.stage is SeedStage.TRAINING and self.isolation == "straight_through":
-            return straight_through(h, self._full_effect(h.detach(), self.seed, conductance))
-        return h
+        full = blend(h.detach(), self.seed(h.detach()), conductance, self.state.style, self.gate)
+        return full if effect == "shadow" else straight_through(h, full)
 
-    def _full_effect(self, h: Tensor, seed: nn.Module, conductance: Tensor | float) -> Tensor:
-        return blend(h, seed(h), conductance, self.state.style, self.gate)
+    def hook(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
+        """As a forward hook of the submodule that this slot lies behind."""
+        passed: Tensor = self(output)
+        return passed
 
     def _check_width(self, h: Tensor) -> None:
         axis = WIDTH_AXIS[self.spec.topology]
@@ -84,10 +110,12 @@ class SeedSlot(nn.Module):
         """Build the seed (and gate) that `state` speaks of, on the device and in the dtype of `like`."""
         if state.blueprint is None:
             raise ValueError(f"state of slot {state.slot_id!r} names no blueprint")
-        seed = BlueprintRegistry.build(
-            self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
-        )
-        gate = make_gate(state.style, self.spec)
+        # Layers draw as they are built; the host's random stream must not notice.
+        with torch.random.fork_rng(devices=[]):
+            seed = BlueprintRegistry.build(
+                self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
+            )
+            gate = make_gate(state.style, self.spec)
         self.seed = seed.to(device=like.device, dtype=like.dtype)
         self.gate = None if gate is None else gate.to(device=like.device, dtype=like.dtype)
         self.settle(state)
@@ -96,6 +124,12 @@ class SeedSlot(nn.Module):
         """Adopt a new state: alpha follows, and a seed that is no longer alive is freed."""
         self.state = state
         self.alpha.fill_(state.alpha)
+        if state.stage in ACTIVE_STAGES:
+            self._effect = "blend"
+        elif state.stage is SeedStage.TRAINING and self.isolation == "straight_through":
+            self._effect = "straight_through"
+        else:
+            self._effect = "silent"
         if state.stage not in LIVE_STAGES:
             self.seed, self.gate = None, None
 
@@ -126,4 +160,5 @@ class SeedSlot(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.spec.slot_id}, {self.spec.topology} of width {self.spec.width}, {self.state.stage.name}"
+        stream = "not probed" if self._spec is None else f"{self._spec.topology} of width {self._spec.width}"
+        return f"{self.state.slot_id}, {stream}, {self.state.stage.name}"

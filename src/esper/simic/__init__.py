@@ -1,0 +1,1 @@
+"""Learning to decide. So far: the contracts that a growing host keeps."""

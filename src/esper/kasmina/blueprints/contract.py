@@ -60,8 +60,8 @@ def check_blueprint(
     if not ratios[weakest] > ALIVE_RATIO:
         raise BlueprintContractError(
             f"{label} breaks clause 3 (alive): the gradient of {weakest!r} is {ratios[weakest]:.1e} of the largest "
-            f"on one of {seeds} seeds; it must exceed {ALIVE_RATIO:.0e}. Look for a zero-initialised layer under a norm or "
-            "ReLU, a bias before a norm, or a parameter that forward does not use"
+            f"on one of {seeds} seeds; it must exceed {ALIVE_RATIO:.0e}. Look for a zero-initialised layer under a "
+            "norm or ReLU, a bias before a norm, or a parameter that forward does not use"
         )
     return BlueprintReport(spec.count(width), weakest, ratios[weakest])
 

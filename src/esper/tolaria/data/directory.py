@@ -40,8 +40,11 @@ class RemoteFile:
 def user_cache() -> Path:
     """The folder for data in the user's cache; it need not exist yet."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has a relative path ignored.
-    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    try:
+        # The XDG specification has a relative path ignored.
+        root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise DataError(f"no cache for data: {error}; set XDG_CACHE_HOME to an absolute path") from error
     return root / "esper" / "data"
 
 

@@ -145,7 +145,8 @@ def _decode_image(
 def _load(path: Path) -> ImageArrays | None:
     """Decoded pixels kept earlier; None when there are none, or when the file is damaged and has to be made anew."""
     try:
-        with np.load(path, allow_pickle=False) as kept:
+        # Opened here, as np.load leaves a damaged file open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
             train, test = (LabelledImages(kept[f"{part}_images"], kept[f"{part}_labels"]) for part in PARTS)
             return check_image_arrays(ImageArrays(train, test, tuple(kept["classes"].tolist())), path)
     except (OSError, EOFError, KeyError, ValueError, TypeError, zlib.error, zipfile.BadZipFile):

@@ -1,0 +1,28 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: venv demo test test-all clean
+
+venv: .venv/.built
+
+# The stamp is younger than the two files that decide what is installed.
+.venv/.built: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: venv
+	$(BIN)/python examples/grow_by_hand.py
+
+test: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+test-all: venv
+	$(MAKE) test
+	$(BIN)/pytest -m 'slow or gpu'
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,139 @@
+"""Grow a network by hand: one host, one seed, its whole life.
+
+The host sees digits through 1×1 kernels, so it cannot see shapes. We watch it stall, germinate a seed that has 3×3
+kernels, let it learn in the host's shadow, blend it in, and commit it. Then the network is hardened into a plain torch
+module and meets the test images for the first and only time.
+
+    python examples/grow_by_hand.py               # seconds on one CPU core
+"""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from esper.kasmina import Comparison
+from esper.leyline import GateRefusedError, SeedStage
+from esper.tolaria import HostTrainer, get_task
+
+SLOT, BLUEPRINT = "r1c0", "bottleneck"
+GERMINATE_AT = 5
+SHADOW_STEPS = 6
+
+
+class Moment(NamedTuple):
+    """The network after one step."""
+
+    stage: SeedStage
+    alpha: float
+    accuracy: float
+    audition: float | None
+
+
+def decide(trainer: HostTrainer, step: int) -> str:
+    """The controller: you. Returns what was done."""
+    model, state = trainer.model, trainer.model.seed_slots[SLOT].state
+    if step == GERMINATE_AT:
+        model.germinate_seed(SLOT, BLUEPRINT)
+        return f"germinate {BLUEPRINT}"
+    if state.stage is SeedStage.TRAINING and state.steps_in_stage >= SHADOW_STEPS:
+        model.advance(SLOT)
+        return "advance: blend it in"
+    if state.stage is SeedStage.HOLDING:
+        try:
+            model.fossilize(SLOT)
+        except GateRefusedError:  # it must hold, and be measured, for a step first
+            return ""
+        return "fossilise: it stays"
+    return ""
+
+
+def narrate(step: int, moment: Moment, found: Comparison, action: str) -> None:
+    """One line per step."""
+    extra = ""
+    if SLOT in found.auditions:
+        extra = f"audition {found.auditions[SLOT].accuracy.value:+.1f}"
+    elif SLOT in found.contributions:
+        extra = f"contributes {found.contributions[SLOT].accuracy.value:+.1f}"
+    line = f"step {step:2d}  {moment.stage.name:<10}  alpha {moment.alpha:.2f}  validation {moment.accuracy:5.1f} %"
+    print(f"{line}  {extra:<18}  {action}".rstrip())
+
+
+def grow(rng_seed: int, *, quiet: bool = False) -> tuple[list[Moment], HostTrainer]:
+    """An episode of `digits_blind` with one seed in its first slot."""
+    task = get_task("digits_blind")
+    trainer = HostTrainer(task, task.load_batches(), rng_seed)
+    moments = []
+    for step in range(task.steps):
+        action = decide(trainer, step)
+        trainer.train_step()
+        found = trainer.validate()
+        state = trainer.model.seed_slots[SLOT].state
+        audition = found.auditions[SLOT].accuracy.value if SLOT in found.auditions else None
+        moments.append(Moment(state.stage, state.alpha, found.main.accuracy, audition))
+        if not quiet:
+            narrate(step, moments[-1], found, action)
+        trainer.tick()
+    return moments, trainer
+
+
+@torch.no_grad()
+def test_accuracy(network: torch.nn.Module, trainer: HostTrainer) -> float:
+    """Percent of the test images right."""
+    images, labels = trainer.batches.test()
+    return 100.0 * float((network.eval()(images).argmax(-1) == labels).double().mean())
+
+
+def draw(moments: list[Moment], path: Path) -> None:
+    """The timeline: accuracy and alpha over the stages of the seed's life."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colours = {"GERMINATED": "#d9ead3", "TRAINING": "#fff2cc", "BLENDING": "#cfe2f3", "HOLDING": "#d9d2e9", "FOSSILIZED": "#ead1dc"}
+    figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    for step, moment in enumerate(moments):
+        if moment.stage.name in colours:
+            axis.axvspan(step - 0.5, step + 0.5, color=colours[moment.stage.name], lw=0)
+    for name, colour in colours.items():
+        inside = [step for step, moment in enumerate(moments) if moment.stage.name == name]
+        if inside:
+            middle, rotation = (inside[0] + inside[-1]) / 2, 90 if len(inside) < 3 else 0
+            axis.text(middle, 97, name.lower(), ha="center", va="top", fontsize=8, rotation=rotation)
+    axis.plot([moment.accuracy for moment in moments], "o-", color="#20639b", label="validation accuracy (%)")
+    shadow = [(step, m.accuracy + m.audition) for step, m in enumerate(moments) if m.audition is not None]
+    axis.plot(*zip(*shadow, strict=True), "x--", color="#e69138", label="with the seed at full strength (audition)")
+    axis.set(xlabel="step", ylabel="%", ylim=(0, 100), xticks=range(0, len(moments), 2), title="One seed in a blind host")
+    strength = axis.twinx()
+    strength.step(range(len(moments)), [moment.alpha for moment in moments], where="mid", color="#999999", label="alpha")
+    strength.set(ylim=(0, 1.05), ylabel="alpha")
+    handles = [line for ax in (axis, strength) for line in ax.get_legend_handles_labels()[0]]
+    axis.legend(handles=handles, loc="lower right", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Grow, harden, test once, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="initial weights and data order follow from it")
+    parser.add_argument("--out", type=Path, default=Path("runs/grow_by_hand"), help="folder for picture and network")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # so small a network is slower on two
+    moments, trainer = grow(arguments.seed)
+    model, before = trainer.model, moments[GERMINATE_AT - 1]
+    network = model.harden(arguments.out / "network")
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    draw(moments, arguments.out / "timeline.png")
+    print(
+        f"\nhardened network: test accuracy {test_accuracy(network, trainer):.1f} % (validation before growth "
+        f"{before.accuracy:.1f} %), {parameters:,} parameters, {model.grown_parameter_count:,} of them grown"
+    )
+    print(f"network and timeline are in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

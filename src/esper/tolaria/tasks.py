@@ -1,0 +1,253 @@
+"""Tasks: data set + host + slots + budget + optimiser + the length of an episode. Listed by `esper tasks`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host
+from esper.kasmina.layers import reset_parameters
+from esper.leyline import BadValueError, SlotConfig, UnknownNameError, derive_seed
+from esper.tolaria.batches import Batches, ImageBatches, TextBatches
+from esper.tolaria.data import ImageData, load
+
+Defect = Literal["none", "blind", "blind_first_slot_cut"]
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    """How hosts and seeds are trained."""
+
+    kind: Literal["sgd", "adamw"] = "sgd"
+    rate: float = 0.05
+    """Constant, then linear to 10 % over the last third of the episode."""
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    clip_norm: float = 1.0
+    """For the host and for each seed apart."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything that defines an episode but the controller."""
+
+    name: str
+    why: str
+    dataset: str
+    build_host: Callable[[], Host]
+    classes: int
+    slot_ids: tuple[str, ...]
+    steps: int
+    """T: decisions in an episode."""
+    batches_per_step: int
+    batch: int
+    validation_size: int
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    resolution: int | None = None
+    """Side to which images are averaged down; None: as they are."""
+    train_size: int | None = None
+    shift: int = 0
+    """Augmentation: pixels by which training images may move."""
+    flip: bool = False
+    calibration_size: int = 512
+    defects: tuple[Defect, ...] = ("none",)
+    """What may be wrong with a host; each draws one."""
+    budget: int | None = None
+    """Parameters that may be grown; None: four times the host."""
+
+    @property
+    def random_guess_loss(self) -> float:
+        """Cross-entropy of a uniform guess."""
+        return math.log(self.classes)
+
+    @property
+    def chance_accuracy(self) -> float:
+        """Percent right by guessing."""
+        return 100.0 / self.classes
+
+    @cached_property
+    def host_parameters(self) -> int:
+        """Parameters of the host alone."""
+        return sum(parameter.numel() for parameter in self.build_host().parameters())
+
+    @property
+    def parameter_budget(self) -> int:
+        """How many parameters may be grown in all."""
+        return 4 * self.host_parameters if self.budget is None else self.budget
+
+    @cached_property
+    def slot_config(self) -> SlotConfig:
+        """The task's slots with the blueprints that fit each of them."""
+        host = self.build_host()
+        specs = [host.slots[host.slot_index(slot_id)] for slot_id in self.slot_ids]
+        return SlotConfig(tuple(replace(spec, blueprints=BlueprintRegistry.offers(spec)) for spec in specs))
+
+    def make_host(self, seed: int) -> Host:
+        """A fresh host: its weights, and its defect where the task has several, are a pure function of the seed."""
+        host = self.build_host()
+        reset_parameters(host, derive_seed(seed, "host"))
+        defect = self.defects[derive_seed(seed, "defect") % len(self.defects)]
+        _apply_defect(host, defect, self.slot_ids[0])
+        return host
+
+    def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
+        """The data, on a device, ready to draw minibatches from."""
+        device = torch.device(device)
+        data = load(
+            self.dataset,
+            data_dir=data_dir,
+            validation_size=self.validation_size,
+            train_size=self.train_size,
+            resolution=self.resolution,
+        )
+        if isinstance(data, ImageData):
+            return ImageBatches(data, self.batch, shift=self.shift, flip=self.flip, device=device)
+        block = self.slot_config.slots[0].resolution
+        assert block is not None, "hosts of text state their block as the resolution of their slots"
+        return TextBatches(data, self.batch, block, device=device)
+
+
+def _apply_defect(host: Host, defect: Defect, first_slot: str) -> None:
+    if defect == "none":
+        return
+    if not isinstance(host, CNNHost):
+        raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
+    host.blind()
+    if defect == "blind_first_slot_cut":
+        # Whatever grows in the first slot (and in front of its pool) does not reach the rest of the network.
+        host.conductance[: host.slot_index(first_slot) + 1] = 0
+
+
+class TaskRegistry:
+    """All tasks by name."""
+
+    _tasks: ClassVar[dict[str, Task]] = {}
+
+    @classmethod
+    def register(cls, task: Task) -> Task:
+        """Enter a task; a name that is taken raises."""
+        if task.name in cls._tasks:
+            raise BadValueError(f"a task {task.name!r} is registered already")
+        cls._tasks[task.name] = task
+        return task
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names in order of registration."""
+        return list(cls._tasks)
+
+    @classmethod
+    def get(cls, name: str) -> Task:
+        """The task of that name."""
+        if name not in cls._tasks:
+            raise UnknownNameError("task", name, cls._tasks)
+        return cls._tasks[name]
+
+
+def get_task(name: str) -> Task:
+    """The task of that name."""
+    return TaskRegistry.get(name)
+
+
+AFTER_POOLS = ("r1c0", "r1c1", "r1c2")
+
+DIGITS_BLIND = TaskRegistry.register(
+    Task(
+        name="digits_blind",
+        why="1×1 kernels cannot see shapes: choices matter, and an episode takes seconds on a CPU",
+        dataset="digits",
+        build_host=lambda: CNNHost((4, 8, 16), 1, 3, 10, in_channels=1, resolution=8),
+        classes=10,
+        slot_ids=AFTER_POOLS,
+        steps=20,
+        batches_per_step=16,
+        batch=64,
+        validation_size=400,
+    )
+)
+TaskRegistry.register(
+    replace(
+        DIGITS_BLIND,
+        name="digits",
+        why="a host that needs nothing: the right answer is to wait",
+        build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=8),
+    )
+)
+TaskRegistry.register(
+    replace(
+        DIGITS_BLIND,
+        name="digits_varied",
+        why="each host draws its defect: the right plan differs from host to host and can be sensed",
+        build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=8, masked=True),
+        defects=("blind", "none", "blind_first_slot_cut"),
+        budget=200,
+    )
+)
+TaskRegistry.register(
+    Task(
+        name="fashion_small",
+        why="Fashion-MNIST at 14×14: early slots pay, a little",
+        dataset="fashion_mnist",
+        build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=14),
+        classes=10,
+        slot_ids=AFTER_POOLS,
+        steps=20,
+        batches_per_step=40,
+        batch=128,
+        validation_size=2_000,
+        resolution=14,
+    )
+)
+CIFAR_BASELINE = TaskRegistry.register(
+    Task(
+        name="cifar_baseline",
+        why="CIFAR-10 on the reference's small host: late slots pay",
+        dataset="cifar10",
+        build_host=lambda: CNNHost((8, 16, 32), 3, 3, 10),
+        classes=10,
+        slot_ids=AFTER_POOLS,
+        steps=20,
+        batches_per_step=40,
+        batch=256,
+        validation_size=2_000,
+        shift=4,
+        flip=True,
+        optimiser=OptimiserConfig(rate=0.1),
+    )
+)
+TaskRegistry.register(
+    replace(
+        CIFAR_BASELINE,
+        name="cifar_impaired",
+        why="CIFAR-10 on a host of 77 parameters that cannot see shapes",
+        build_host=lambda: CNNHost((1, 2, 4), 1, 3, 10),
+    )
+)
+TaskRegistry.register(
+    replace(
+        CIFAR_BASELINE,
+        name="cifar_scale",
+        why="CIFAR-10 on five blocks, 8 to 128 channels: more slots, wider ones",
+        build_host=lambda: CNNHost((8, 16, 32, 64, 128), 3, 5, 10),
+        slot_ids=(*AFTER_POOLS, "r1c3", "r1c4"),
+    )
+)
+TaskRegistry.register(
+    Task(
+        name="shakespeare_char",
+        why="tiny Shakespeare by characters on a GPT of four layers: language",
+        dataset="tinyshakespeare",
+        build_host=lambda: GPTHost(4, 64, 4, 64, 65),
+        classes=65,
+        slot_ids=("r0c0", "r0c1", "r0c2"),
+        steps=20,
+        batches_per_step=40,
+        batch=32,
+        validation_size=100_000,
+        optimiser=OptimiserConfig(kind="adamw", rate=2e-3, weight_decay=0.01),
+    )
+)

@@ -1,0 +1,223 @@
+"""Comparing rows: paired errors by hand, calibration, and what `measure` leaves behind."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hosts import HOST_KINDS, HostKind, bring_to, make_batch, make_model, shake
+from torch import Tensor
+
+from esper.kasmina import BlueprintRegistry, MorphogeneticModel
+from esper.kasmina.compare import RowScore, compare, paired_accuracy, paired_loss, score_row
+from esper.kasmina.layers import Scale
+from esper.kasmina.slot import Role
+from esper.leyline import BLEND_STYLES, Measurement, SeedStage
+
+
+def score(correct: str, losses: list[float] | None = None) -> RowScore:
+    """From a string such as "1101"."""
+    right = torch.tensor([letter == "1" for letter in correct])
+    return RowScore(right, torch.tensor(losses if losses is not None else [0.0] * len(correct)))
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_paired_accuracy() -> None:
+    # Of 8 predictions the row alone gets 3 right, the other alone 1: p01 = 3/8, p10 = 1/8.
+    # Value 100·(3/8 − 1/8) = 25 points.
+    # Variance 3/8 + 1/8 − (2/8)² = 0.4375, error 100·sqrt(0.4375)/sqrt(8) = 100·0.661438/2.828427 = 23.3854.
+    found = paired_accuracy(score("11110001"), score("10001001"))
+    assert found.value == pytest.approx(25.0)
+    assert found.error == pytest.approx(23.3854, abs=1e-4)
+
+
+def test_paired_accuracy_is_antisymmetric() -> None:
+    row, other = score("11110001"), score("10001001")
+    forth, back = paired_accuracy(row, other), paired_accuracy(other, row)
+    assert (back.value, back.error) == pytest.approx((-forth.value, forth.error))
+
+
+def test_rows_that_agree_have_no_error() -> None:
+    """Equal accuracy is not agreement: one discordant pair each way is 0 points, but not without error."""
+    assert paired_accuracy(score("1100"), score("1100")) == Measurement(0.0, 0.0)
+    # p01 = p10 = 1/2: variance 1, error 100·1/sqrt(2)
+    assert paired_accuracy(score("10"), score("01")) == pytest.approx((0.0, 70.710678))
+    # Always better: p01 = 1, p10 = 0: variance 1 − 1 = 0
+    assert paired_accuracy(score("11"), score("00")) == Measurement(100.0, 0.0)
+
+
+def test_paired_loss() -> None:
+    # Differences 1, 2, 3 (the other is worse): mean 2, standard deviation 1, error 1/sqrt(3) = 0.577350.
+    found = paired_loss(score("111", [1.0, 1.0, 1.0]), score("111", [2.0, 3.0, 4.0]))
+    assert found == pytest.approx((2.0, 0.577350), abs=1e-6)
+    assert paired_loss(score("1", [1.0]), score("1", [2.0])) == Measurement(1.0, math.inf)
+
+
+def test_row_score() -> None:
+    assert score("1101").accuracy == 75.0
+    assert score("11", [1.0, 4.0]).loss == 2.5
+
+
+# -- statistics of their own ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def amplifier() -> Iterator[str]:
+    """A blueprint that multiplies every channel: Δ = s·h."""
+    BlueprintRegistry.register("image", "amplifier", lambda width: width)(Scale)
+    yield "amplifier"
+    BlueprintRegistry.unregister("image", "amplifier")
+
+
+def trained_cnn(steps: int = 20) -> MorphogeneticModel:
+    """A host that has learnt something, with the running statistics of its training."""
+    model = make_model("cnn", dtype=torch.float64)
+    optimiser = torch.optim.SGD(model.host.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x, targets = make_batch("cnn", 64, dtype=torch.float64, rng_seed=step % 4)
+        optimiser.zero_grad()
+        model.losses(x, targets)["main"].backward()
+        optimiser.step()
+    return model
+
+
+@pytest.mark.parametrize("stage", [SeedStage.TRAINING, SeedStage.HOLDING])
+def test_rows_use_statistics_of_their_own(amplifier: str, stage: SeedStage) -> None:
+    """Five times the activation before a BatchNorm is no change at all, once it is measured by its own statistics.
+
+    With the running statistics of the host the same seed seems to change a lot.
+    """
+    model = trained_cnn()
+    x, targets = make_batch("cnn", 64, dtype=torch.float64)
+    bring_to(model, "r1c0", stage, (x, targets), amplifier)
+    for weight in model.seed_parameters("r1c0"):
+        torch.nn.init.constant_(weight, 4.0)
+
+    found = model.measure(x, targets, calibration=x)
+    effect = (found.auditions if stage is SeedStage.TRAINING else found.contributions)["r1c0"]
+    assert effect.accuracy == Measurement(0.0, 0.0)
+    assert abs(effect.loss.value) < 1e-3
+
+    roles = {"r1c0": Role.SHADOW if stage is SeedStage.TRAINING else Role.SILENT}
+    plain, changed = (score_row(model.body, x, targets, row, None) for row in ({}, roles))
+    assert (changed.losses - plain.losses).abs().mean() > 0.1
+    assert not torch.equal(changed.correct, plain.correct)
+
+
+def test_main_row_is_calibrated_too() -> None:
+    """Running statistics serve `deployed` only."""
+    model = trained_cnn()
+    for name, buffer in model.host.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.add_(3.0)
+    x, targets = make_batch("cnn", 64, dtype=torch.float64)
+    found = compare(model.body, x, targets, x)
+    logits = model.body(x, True).output  # calibrated on x itself: what training sees, but for the unbiased variance
+    assert torch.equal(found.main.correct, logits.argmax(-1) == targets)
+    assert found.deployed.accuracy < found.main.accuracy
+    assert torch.equal(found.deployed.correct, model.eval()(x).argmax(-1) == targets)
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def grown(kind: HostKind, style: str) -> tuple[MorphogeneticModel, list[str]]:
+    """Three slots: a seed in TRAINING, one in HOLDING, one GERMINATED; the first two with weights of their own."""
+    model = make_model(kind, 3, dtype=torch.float64)
+    places = list(model.seed_slots)
+    batch = make_batch(kind, dtype=torch.float64)
+    stages = (SeedStage.TRAINING, SeedStage.HOLDING, SeedStage.GERMINATED)
+    for place, stage in zip(places, stages, strict=True):
+        bring_to(model, place, stage, batch, style=style)
+        shake(model.seed_slots[place], 1, size=1.0)
+    return model, places
+
+
+def snapshot(model: MorphogeneticModel) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("style", BLEND_STYLES)
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_measure_writes_nothing_but_the_measurements(kind: HostKind, style: str) -> None:
+    model, _ = grown(kind, style)
+    before, stream = snapshot(model), torch.get_rng_state()
+    x, targets = make_batch(kind, 16, dtype=torch.float64)
+    for training in (True, False):
+        model.train(training)
+        model.measure(x, targets, calibration=make_batch(kind, 16, dtype=torch.float64, rng_seed=9)[0])
+        assert model.training is training
+        assert all(slot.role is Role.MAIN for slot in model.seed_slots.values())
+    assert torch.equal(stream, torch.get_rng_state())
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_measure_finds_what_a_rerun_without_the_seed_finds(kind: HostKind) -> None:
+    """Auditions are shadow minus main, contributions main minus silenced; a GERMINATED seed has neither."""
+    model, (trains, holds, idle) = grown(kind, "add")
+    x, targets = make_batch(kind, 16, dtype=torch.float64)
+    found = model.measure(x, targets, calibration=x)
+    assert set(found.auditions) == {trains}
+    assert set(found.contributions) == {holds}
+    assert model.seed_slots[idle].state.audition is None
+    assert model.seed_slots[idle].state.contribution is None
+
+    model.seed_slots[holds].alpha.zero_()
+    silenced = score_row(model.body, x, targets, {}, x)
+    assert found.contributions[holds].accuracy == paired_accuracy(found.main, silenced)
+    assert found.contributions[holds].loss.value == pytest.approx(silenced.loss - found.main.loss, abs=1e-12)
+    assert found.contributions[holds].loss.value != 0.0
+
+
+def test_the_last_two_measurements_count() -> None:
+    model, batch = trained_cnn(), make_batch("cnn", dtype=torch.float64)
+    trains, holds = "r0c0", "r0c1"
+    for place, stage in ((trains, SeedStage.TRAINING), (holds, SeedStage.HOLDING)):
+        bring_to(model, place, stage, batch, "conv_light")
+        shake(model.seed_slots[place], 1, size=1.0)
+    auditions, contributions = [], []
+    for rng_seed in range(3):
+        x, targets = make_batch("cnn", 48, dtype=torch.float64, rng_seed=rng_seed)
+        found = model.measure(x, targets, calibration=x)
+        auditions.append(found.auditions[trains].accuracy)
+        contributions.append(found.contributions[holds].accuracy)
+    assert len(set(auditions)) == len(set(contributions)) == 3
+
+    state = model.seed_slots[trains].state
+    assert state.auditions == (auditions[1], auditions[2])
+    # Mean of the two; errors of independent measurements add in squares, then halve.
+    value = (auditions[1].value + auditions[2].value) / 2
+    error = math.sqrt(auditions[1].error ** 2 + auditions[2].error ** 2) / 2
+    assert state.audition == pytest.approx((value, error))
+    assert model.seed_slots[holds].state.contributions == (contributions[1], contributions[2])
+    report = next(report for report in model.reports() if report.slot_id == trains)
+    assert report.audition == state.audition
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_chunks_change_no_result(kind: HostKind) -> None:
+    """13 inputs at once, or by fives: the last chunk is shorter."""
+    model, _ = grown(kind, "gate")
+    x, targets = make_batch(kind, 13, dtype=torch.float64)
+    whole, parts = (compare(model.body, x, targets, x, chunk=chunk) for chunk in (1024, 5))
+    for left, right in ((whole.main, parts.main), (whole.deployed, parts.deployed)):
+        assert left.correct.numel() == targets.numel()
+        assert torch.equal(left.correct, right.correct)
+        torch.testing.assert_close(left.losses, right.losses, rtol=1e-12, atol=1e-12)
+    for seeds in ("auditions", "contributions"):
+        for place, effect in getattr(whole, seeds).items():
+            assert getattr(parts, seeds)[place].accuracy == effect.accuracy
+            assert getattr(parts, seeds)[place].loss == pytest.approx(effect.loss, abs=1e-12)
+
+
+def test_tokens_are_predictions() -> None:
+    """A sequence of six tokens counts as six: the error is that of all tokens."""
+    model = make_model("gpt", dtype=torch.float64)
+    x, targets = make_batch("gpt", 4, dtype=torch.float64)
+    found = compare(model.body, x, targets, x)
+    assert found.main.correct.shape == (24,)
