@@ -96,9 +96,12 @@ def main() -> None:
 
 def report(cells: dict[tuple[str, str], list[Trial]], shadow_steps: int, name: str) -> None:
     """The table of cell means, the rank correlations, the JSON."""
-    means = {key: Trial(*(statistics.fmean(column) for column in zip(*trials, strict=True))) for key, trials in cells.items()}
+    means = {
+        key: Trial(*(statistics.fmean(column) for column in zip(*trials, strict=True))) for key, trials in cells.items()
+    }
+    seeds = len(next(iter(cells.values())))
     print_table(
-        f"digits_blind, {shadow_steps} shadow steps, {len(next(iter(cells.values())))} seeds (points; loss in 0.01 nats)",
+        f"digits_blind, {shadow_steps} shadow steps, {seeds} seeds (points; loss in 0.01 nats)",
         ["slot blueprint", "audition", "by loss", "running stats", "by loss", "gain after ramp", "by loss"],
         [
             [f"{slot} {blueprint}", *(spread([_shown(field, t) for t in trials]) for field in Trial._fields)]

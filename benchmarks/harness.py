@@ -45,7 +45,12 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[objec
     widths = [max(len(line[column]) for line in [list(header), *text]) for column in range(len(header))]
     print(f"\n{title}")
     for line in [list(header), ["-" * width for width in widths], *text]:
-        print("  ".join(value.rjust(width) if i else value.ljust(width) for i, (value, width) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(
+                value.rjust(width) if i else value.ljust(width)
+                for i, (value, width) in enumerate(zip(line, widths, strict=True))
+            )
+        )
 
 
 def _cell(value: object) -> str:

@@ -111,7 +111,10 @@ def report(task: Task, defect: str, found: dict[Job, float]) -> dict[str, Json]:
     print_table(
         f"{title}; gain in points over {len(controls)} repeats",
         ["slot", *names],
-        [[slot, *(spread(gains[slot, name]) if (slot, name) in gains else "-" for name in names)] for slot in task.slot_ids],
+        [
+            [slot, *(spread(gains[slot, name]) if (slot, name) in gains else "-" for name in names)]
+            for slot in task.slot_ids
+        ],
     )
     cells: list[Json] = []
     for (slot_id, blueprint), values in gains.items():
@@ -135,7 +138,9 @@ def publish(results: dict[str, Json]) -> None:
     known = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
     for name, figures in results.items():
         known[name] = {"machine": describe_machine(), "hosts": figures}
-    GAINS_FILE.write_text(json.dumps({name: known[name] for name in TaskRegistry.names() if name in known}, indent=1) + "\n")
+    GAINS_FILE.write_text(
+        json.dumps({name: known[name] for name in TaskRegistry.names() if name in known}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -92,12 +92,18 @@ def draw(moments: list[Moment], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    colours = {"GERMINATED": "#d9ead3", "TRAINING": "#fff2cc", "BLENDING": "#cfe2f3", "HOLDING": "#d9d2e9", "FOSSILIZED": "#ead1dc"}
+    colours = {
+        "GERMINATED": "#d9ead3",
+        "TRAINING": "#fff2cc",
+        "BLENDING": "#cfe2f3",
+        "HOLDING": "#d9d2e9",
+        "FOSSILIZED": "#ead1dc",
+    }
     figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
     for step, moment in enumerate(moments):
         if moment.stage.name in colours:
             axis.axvspan(step - 0.5, step + 0.5, color=colours[moment.stage.name], lw=0)
-    for name, colour in colours.items():
+    for name in colours:
         inside = [step for step, moment in enumerate(moments) if moment.stage.name == name]
         if inside:
             middle, rotation = (inside[0] + inside[-1]) / 2, 90 if len(inside) < 3 else 0
@@ -105,9 +111,13 @@ def draw(moments: list[Moment], path: Path) -> None:
     axis.plot([moment.accuracy for moment in moments], "o-", color="#20639b", label="validation accuracy (%)")
     shadow = [(step, m.accuracy + m.audition) for step, m in enumerate(moments) if m.audition is not None]
     axis.plot(*zip(*shadow, strict=True), "x--", color="#e69138", label="with the seed at full strength (audition)")
-    axis.set(xlabel="step", ylabel="%", ylim=(0, 100), xticks=range(0, len(moments), 2), title="One seed in a blind host")
+    axis.set(
+        xlabel="step", ylabel="%", ylim=(0, 100), xticks=range(0, len(moments), 2), title="One seed in a blind host"
+    )
     strength = axis.twinx()
-    strength.step(range(len(moments)), [moment.alpha for moment in moments], where="mid", color="#999999", label="alpha")
+    strength.step(
+        range(len(moments)), [moment.alpha for moment in moments], where="mid", color="#999999", label="alpha"
+    )
     strength.set(ylim=(0, 1.05), ylabel="alpha")
     handles = [line for ax in (axis, strength) for line in ax.get_legend_handles_labels()[0]]
     axis.legend(handles=handles, loc="lower right", fontsize=8)
@@ -124,12 +134,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # so small a network is slower on two
     moments, trainer = grow(arguments.seed)
-    model, before = trainer.model, moments[GERMINATE_AT - 1]
+    model, before = trainer.model, [moment for moment in moments if moment.alpha == 0.0][-1]
     network = model.harden(arguments.out / "network")
     parameters = sum(parameter.numel() for parameter in network.parameters())
     draw(moments, arguments.out / "timeline.png")
     print(
-        f"\nhardened network: test accuracy {test_accuracy(network, trainer):.1f} % (validation before growth "
+        f"\nhardened network: test accuracy {test_accuracy(network, trainer):.1f} % (validation before blending "
         f"{before.accuracy:.1f} %), {parameters:,} parameters, {model.grown_parameter_count:,} of them grown"
     )
     print(f"network and timeline are in {arguments.out}")

@@ -32,8 +32,8 @@ class TasksCommand:
                     console.print(_cells(task, gains))
         if not self.names:
             console.print(
-                "Gains are points of validation accuracy over the host alone for one seed grown in mid-training, mean of "
-                "several repeats; `esper tasks NAME` shows every slot and blueprint.",
+                "Gains are points of validation accuracy over the host alone for one seed grown in mid-training, mean "
+                "of several repeats; `esper tasks NAME` shows every slot and blueprint.",
                 highlight=False,
             )
 
@@ -41,11 +41,10 @@ class TasksCommand:
 def _describe(console: Console, task: Task, data_dir: Path | None) -> None:
     missing = "" if is_present(task.dataset, data_dir) else " (not here yet: fetched on first use)"
     console.print(f"[bold]{task.name}[/bold]  {task.why}", highlight=False)
-    console.print(
-        f"  {task.dataset}{missing} · host {task.host_parameters:,} parameters, {task.parameter_budget:,} may be grown · "
-        f"{task.steps} steps × {task.batches_per_step} minibatches of {task.batch} · validation {task.validation_size:,}",
-        highlight=False,
-    )
+    host = f"host {task.host_parameters:,} parameters, {task.parameter_budget:,} may be grown"
+    episode = f"{task.steps} steps × {task.batches_per_step} minibatches of {task.batch}"
+    line = f"  {task.dataset}{missing} · {host} · {episode} · validation {task.validation_size:,}"
+    console.print(line, highlight=False)
     kinds = published_gains(task.name)
     for kind in kinds:
         label = f" ({kind.defect})" if len(kinds) > 1 else ""
@@ -58,7 +57,9 @@ def _describe(console: Console, task: Task, data_dir: Path | None) -> None:
 
 
 def _cells(task: Task, kind: HostGains) -> Table:
-    title = f"{task.name}: host {kind.host_accuracy:.1f} %" + ("" if kind.defect == "none" else f", defect {kind.defect}")
+    title = f"{task.name}: host {kind.host_accuracy:.1f} %" + (
+        "" if kind.defect == "none" else f", defect {kind.defect}"
+    )
     table = Table(title=f"{title}; gain in points, mean ± deviation of {kind.repeats} repeats (parameters)")
     table.add_column("blueprint")
     for slot_id in task.slot_ids:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from esper.kasmina import AlphaController
 from esper.kasmina.alpha import curve_value
 from esper.leyline import ALPHA_CURVES, BadValueError, StageError, UnknownNameError
+from esper.leyline.records import decode, encode
 
 alphas = st.floats(0, 1)
 curves = st.sampled_from(ALPHA_CURVES)
@@ -71,7 +72,7 @@ def test_json_round_trip(start: float, target: float, steps: int, done: int, cur
     controller = AlphaController(start, start, start).retarget(target, steps, curve)
     for _ in range(done):
         controller = controller.step()
-    again = AlphaController.from_json(json.loads(json.dumps(controller.to_json(), allow_nan=False)))
+    again = decode(AlphaController, json.loads(json.dumps(encode(controller), allow_nan=False)), "controller")
     assert again == controller
     assert walk(again) == walk(controller)
 
@@ -103,7 +104,7 @@ def test_no_retarget_in_mid_ramp() -> None:
 def test_values_out_of_range(name: str, value: float) -> None:
     """Invariant 15: alpha is in [0, 1], and the error names the field."""
     with pytest.raises(BadValueError, match=rf"{name} .* is not in \[0, 1\]"):
-        AlphaController.from_json(AlphaController().to_json() | {name: value})
+        decode(AlphaController, encode(AlphaController()) | {name: value}, "controller")
 
 
 @pytest.mark.parametrize(("steps", "done"), [(-1, 0), (3, 4), (3, -1), (0, 1)])

@@ -15,10 +15,11 @@ from esper.kasmina.gates import (
     gate_hold,
     gate_train,
 )
-from esper.leyline import LIVE_STAGES, GateResult, Measurement, SeedStage
+from esper.leyline import LIVE_STAGES, GateResult, Measurement, SeedStage, SlotSpec
 
 EASY, STRICT = GateThresholds(), GateThresholds(strict=True)
 DEPTHWISE = BlueprintRegistry.spec("image", "depthwise")  # 64 parameters at width 4, minimum width 2
+SLOT, NARROW = (SlotSpec("r0c0", width, "image", 0.5, 8) for width in (4, 1))
 GOOD, POOR, NONE = (Measurement(2.0, 1.0),), (Measurement(1.0, 1.0),), ()
 
 
@@ -38,31 +39,40 @@ def state(stage: SeedStage, steps: int = 0, controller: AlphaController | None =
 @pytest.mark.parametrize("budget", [None, 64, 65])
 def test_germinate_passes(budget: int | None) -> None:
     """A free slot, a blueprint that fits, a budget that just pays for it or none at all."""
-    assert gate_germinate(SeedStage.DORMANT, DEPTHWISE, 4, 8, budget) == GateResult(True, 1.0)
+    assert gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "add", budget) == GateResult(True, 1.0)
 
 
 @pytest.mark.parametrize("stage", sorted(set(SeedStage) - {SeedStage.DORMANT}))
 def test_germinate_needs_a_free_slot(stage: SeedStage) -> None:
     """Any other stage is refused by name."""
-    found = gate_germinate(stage, DEPTHWISE, 4, 8, None)
+    found = gate_germinate(stage, DEPTHWISE, SLOT, "add", None)
     assert found == GateResult(False, 1 - 1 / 3, (f"the slot is {stage.name}, not DORMANT",))
 
 
 def test_germinate_needs_width() -> None:
     """Width 1 is below the blueprint's minimum of 2."""
-    assert reasons(gate_germinate(SeedStage.DORMANT, DEPTHWISE, 1, 8, None)) == "width 1 is below its minimum of 2"
+    assert (
+        reasons(gate_germinate(SeedStage.DORMANT, DEPTHWISE, NARROW, "add", None))
+        == "width 1 is below its minimum of 2"
+    )
 
 
 def test_germinate_needs_budget() -> None:
     """4·4 + 12·4 = 64 parameters, 63 are left."""
-    found = gate_germinate(SeedStage.DORMANT, DEPTHWISE, 4, 8, 63)
+    found = gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "add", 63)
     assert not found.passed
     assert reasons(found) == "'depthwise' costs 64 parameters, 63 of the budget are left"
 
 
+def test_germinate_pays_for_the_gate_too() -> None:
+    """64 parameters and a gate of 4 + 1."""
+    found = gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "gate", 68)
+    assert reasons(found) == "'depthwise' costs 69 parameters, 68 of the budget are left"
+
+
 def test_germinate_lists_every_reason() -> None:
     """Nothing holds: three reasons, score 0."""
-    found = gate_germinate(SeedStage.HOLDING, DEPTHWISE, 1, 8, 0)
+    found = gate_germinate(SeedStage.HOLDING, DEPTHWISE, NARROW, "add", 0)
     assert len(found.reasons) == 3 and found.score == 0.0
 
 

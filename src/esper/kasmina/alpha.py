@@ -1,8 +1,7 @@
 """How strongly a seed acts, over time: a pure schedule from one alpha to the next."""
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from esper.leyline import ALPHA_CURVES, BadValueError, StageError, UnknownNameError
 
@@ -65,12 +64,3 @@ class AlphaController:
         value = self.start + (self.target - self.start) * curve_value(self.curve, done / self.steps)
         low, high = sorted((self.start, self.target))
         return replace(self, alpha=min(max(value, low), high), done=done)
-
-    def to_json(self) -> dict[str, float | int | str]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "AlphaController":  # Any: parsed JSON, checked by the constructor
-        """What `to_json` wrote."""
-        return cls(**values)

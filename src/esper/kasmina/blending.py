@@ -33,6 +33,11 @@ class BlendGate(nn.Module):
         return gate.reshape(*gate.shape, *[1] * len(self.pooled))
 
 
+def gate_parameters(style: str, width: int) -> int:
+    """What a style costs beside the seed."""
+    return width + 1 if style == "gate" else 0
+
+
 def make_gate(style: str, spec: SlotSpec) -> BlendGate | None:
     """The gate that a style needs, or None."""
     if style not in BLEND_STYLES:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from esper.kasmina.blending import gate_parameters
 from esper.kasmina.blueprints.registry import BlueprintSpec
-from esper.leyline import GateResult, Measurement, SeedStage
+from esper.leyline import BadValueError, GateResult, Measurement, SeedStage, SlotSpec
 
 if TYPE_CHECKING:
     from esper.kasmina.lifecycle import SeedState
@@ -27,6 +28,10 @@ class GateThresholds:
     strict: bool = False
     """Also ask for a positive audition (G2) and contribution (G5), each beyond its own error."""
 
+    def __post_init__(self) -> None:
+        if min(self.min_training_steps, self.min_holding_steps) < 0:
+            raise BadValueError(f"{self}: the least numbers of steps must be 0 or more")
+
 
 def _verdict(conditions: list[tuple[bool, str]]) -> GateResult:
     """Passed when all conditions hold; the score is their share."""
@@ -40,11 +45,11 @@ def _beyond_error(measured: Measurement | None, what: str) -> tuple[bool, str]:
 
 
 def gate_germinate(
-    stage: SeedStage, spec: BlueprintSpec, width: int, resolution: int | None, budget_left: int | None
+    stage: SeedStage, spec: BlueprintSpec, slot: SlotSpec, style: str, budget_left: int | None
 ) -> GateResult:
-    """G0: the slot is free, the blueprint fits, and the budget pays for it (None: no budget)."""
-    cost = spec.count(width)
-    problem = spec.misfit(width, resolution)
+    """G0: the slot is free, the blueprint fits, and the budget pays for seed and gate (None: no budget)."""
+    cost = spec.count(slot.width) + gate_parameters(style, slot.width)
+    problem = spec.misfit(slot.width, slot.resolution)
     return _verdict(
         [
             (stage is SeedStage.DORMANT, f"the slot is {stage.name}, not DORMANT"),

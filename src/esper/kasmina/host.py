@@ -39,6 +39,8 @@ class Host(nn.Module):
                 f"{len(segments)} segments have {len(segments) - 1} places between them, "
                 f"but {len(slots)} slots were given"
             )
+        if bad := [slot.slot_id for slot in slots if not slot.slot_id.isidentifier()]:
+            raise HostMismatchError(f"slot ids {bad} are not names like r1c0")
         self.segments = nn.ModuleList(segments)
         self.slots = tuple(slots)
         # How much of what grows in each slot reaches the next segment. 1 in a sound host; 0 is a defect of some tasks.

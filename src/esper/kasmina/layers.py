@@ -179,7 +179,8 @@ class BatchNorm2d(Layer):
         folded = fold_rows(x) if rows else x
         if train:
             # With momentum 1 the kernel leaves the batch's own mean and (unbiased) variance in these two.
-            mean, var = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
+            like = self.running_mean
+            mean, var = (torch.ones(like.shape, dtype=like.dtype, device=like.device) for _ in range(2))
         else:
             mean, var = self.running_mean, self.running_var
         y = F.batch_norm(

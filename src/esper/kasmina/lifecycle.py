@@ -9,12 +9,12 @@ transitions happen by themselves.
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from esper.kasmina.alpha import AlphaController
 from esper.kasmina.gates import GATE_OF_TARGET, GATES, GateThresholds
 from esper.leyline import (
+    ALPHA_CURVES,
     BLEND_STYLES,
     COOLDOWN_STAGES,
     LIVE_STAGES,
@@ -94,22 +94,6 @@ class SeedState:
     def ramping(self) -> bool:
         """In mid-ramp: no op may address the slot."""
         return not self.controller.holding
-
-    def to_json(self) -> dict[str, Any]:  # Any: JSON values of several types
-        """Plain values; what is not finite is refused by the writer."""
-        return asdict(self) | {"stage": self.stage.name}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "SeedState":  # Any: parsed JSON, checked below
-        """What `to_json` wrote; unknown or missing keys and values out of range raise `BadValueError`."""
-        names = {f.name for f in fields(cls)}
-        if set(values) != names:
-            raise BadValueError(f"seed state has keys {sorted(values)}, expected {sorted(names)}")
-        if values["stage"] not in SeedStage.__members__:
-            raise UnknownNameError("stage", values["stage"], SeedStage.__members__)
-        pairs = {key: tuple(Measurement(*pair) for pair in values[key]) for key in ("auditions", "contributions")}
-        stage, controller = SeedStage[values["stage"]], AlphaController.from_json(values["controller"])
-        return cls(**values | pairs | {"stage": stage, "controller": controller})
 
 
 def evaluate_gate(state: SeedState, target: SeedStage, thresholds: GateThresholds) -> GateResult:
@@ -202,6 +186,8 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
         raise StageError(f"slot {state.slot_id!r} cannot be pruned in {state.stage.name}: {why}")
     if steps < 0:
         raise BadValueError(f"a ramp of {steps} steps is not possible")
+    if curve not in ALPHA_CURVES:
+        raise UnknownNameError("alpha curve", curve, ALPHA_CURVES)
     if state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age:
         raise GateRefusedError(
             f"slot {state.slot_id!r} has trained for {state.steps_in_stage} steps; "

@@ -65,9 +65,13 @@ class MorphogeneticModel(nn.Module):
         if isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", isolation, ISOLATIONS)
         if isinstance(host, Body):
+            if slots is not None:
+                raise BadValueError(f"slots {list(slots)} were given with a body that has its own")
             self.body = host
         else:
             wanted = [spec.slot_id for spec in host.slots] if slots is None else list(slots)
+            if len(set(wanted)) != len(wanted):
+                raise BadValueError(f"slots {wanted} must each be named once")
             specs = [host.slots[index] for index in sorted({host.slot_index(slot_id) for slot_id in wanted})]
             like = next(host.parameters())
             self.body = SegmentedBody(host, {spec.slot_id: SeedSlot(spec, isolation).to(like) for spec in specs})
@@ -142,7 +146,7 @@ class MorphogeneticModel(nn.Module):
         left = None if self.budget is None else self.budget - self.grown_parameter_count
         if problem := spec.misfit(slot.spec.width, slot.spec.resolution):
             raise BadValueError(f"slot {slot_id!r} cannot hold blueprint {blueprint!r}: {problem}")
-        verdict = gate_germinate(slot.state.stage, spec, slot.spec.width, slot.spec.resolution, left)
+        verdict = gate_germinate(slot.state.stage, spec, slot.spec, style, left)
         if not verdict.passed:
             raise GateRefusedError(f"slot {slot_id!r} may not germinate {blueprint!r}: " + "; ".join(verdict.reasons))
         before = slot.state.stage

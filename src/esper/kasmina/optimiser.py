@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from esper.leyline import BadValueError
+
 if TYPE_CHECKING:
     from esper.kasmina.model import MorphogeneticModel
 
@@ -36,22 +38,27 @@ class GrowingOptimizer:
         self.seed_options = dict(seed_options or {})
         self.wrapped = make(list(model.host_parameters()))
         if len(self.wrapped.param_groups) != 1:
-            raise ValueError("make() must put the host's parameters into one group")
+            raise BadValueError("make() must put the host's parameters into one group")
         self.wrapped.param_groups[0]["name"] = HOST
         model.follow(self)
 
     def sync(self) -> None:
         """Make the groups those of the seeds that live now."""
         alive = {slot_id: list(self.model.seed_parameters(slot_id)) for slot_id in self.model.live_slots()}
-        for group in list(self.wrapped.param_groups):
-            if group["name"] != HOST and not _same(group["params"], alive.get(group["name"])):
-                for parameter in group["params"]:
-                    self.wrapped.state.pop(parameter, None)
-                self.wrapped.param_groups.remove(group)
-        known = {group["name"] for group in self.wrapped.param_groups}
+        groups = self.wrapped.param_groups
+        gone = [g for g in groups if g["name"] != HOST and not _same(g["params"], alive.get(g["name"]))]
+        for parameter in (parameter for group in gone for parameter in group["params"]):
+            self.wrapped.state.pop(parameter, None)
+        # By identity: groups hold tensors, which have no truth value to compare by.
+        groups[:] = [group for group in groups if not any(group is dead for dead in gone)]
+        known = {group["name"] for group in groups}
+        settings = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
         for slot_id, parameters in alive.items():
             if slot_id not in known:
-                self.wrapped.add_param_group({"params": parameters, "name": slot_id, **self.seed_options})
+                self.wrapped.add_param_group({**settings, **self.seed_options, "params": parameters, "name": slot_id})
+        # The host first, then the slots in their order: a state dict then means the same after a reload.
+        order = [HOST, *alive]
+        groups.sort(key=lambda group: order.index(group["name"]))
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

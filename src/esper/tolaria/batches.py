@@ -33,7 +33,9 @@ class Samples(NamedTuple):
 class ImageBatches:
     """Images stay uint8 on the device; a minibatch is gathered, shifted, flipped and normalised there."""
 
-    def __init__(self, data: ImageData, batch: int, *, shift: int = 0, flip: bool = False, device: torch.device) -> None:
+    def __init__(
+        self, data: ImageData, batch: int, *, shift: int = 0, flip: bool = False, device: torch.device
+    ) -> None:
         count = len(data.train.labels)
         if count < batch:
             raise DataError(f"{data.name} has {count} training images, fewer than a batch of {batch}")
@@ -108,7 +110,9 @@ class TextBatches:
     def __init__(self, data: TextData, batch: int, block: int, *, device: torch.device) -> None:
         count = len(data.train) - block
         if count < batch:
-            raise DataError(f"{data.name} has {len(data.train)} training characters, too few for {batch} windows of {block}")
+            raise DataError(
+                f"{data.name} has {len(data.train)} training characters, too few for {batch} windows of {block}"
+            )
         self.batch, self.block, self.count = batch, block, count
         self.text = data.train.to(device)
         self._data = data

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 GAINS_FILE = Path(__file__).parent / "task_gains.json"
 
@@ -36,6 +37,10 @@ class HostGains:
         return max((gain for gain in self.gains if gain.slot_id == slot_id), key=lambda gain: gain.points)
 
 
+def _gain(cell: dict[str, Any]) -> Gain:  # Any: parsed JSON
+    return Gain(cell["slot"], cell["blueprint"], cell["parameters"], cell["gain"], cell["deviation"])
+
+
 @lru_cache(maxsize=1)
 def _published() -> dict[str, tuple[HostGains, ...]]:
     if not GAINS_FILE.exists():
@@ -46,9 +51,7 @@ def _published() -> dict[str, tuple[HostGains, ...]]:
                 defect,
                 figures["host_accuracy"],
                 figures["repeats"],
-                tuple(
-                    Gain(c["slot"], c["blueprint"], c["parameters"], c["gain"], c["deviation"]) for c in figures["cells"]
-                ),
+                tuple(_gain(cell) for cell in figures["cells"]),
             )
             for defect, figures in entry["hosts"].items()
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from esper.kasmina.layers import reset_parameters
@@ -103,9 +104,13 @@ class BlueprintRegistry:
         spec = cls.spec(topology, name)
         if problem := spec.misfit(width, resolution):
             raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
-        module = spec.build(width)
-        if rng_seed is not None:
-            reset_parameters(module, rng_seed)
+        if rng_seed is None:
+            return spec.build(width)
+        # Layers of torch draw from the global stream as they are built: it is seeded for them, and put back.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(rng_seed)
+            module = spec.build(width)
+        reset_parameters(module, rng_seed)
         return module
 
     @classmethod

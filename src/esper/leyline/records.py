@@ -1,0 +1,58 @@
+"""Frozen dataclasses as JSON and back, strictly: what is read has exactly the fields and types of its dataclass."""
+
+import math
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from esper.leyline.errors import BadValueError
+from esper.leyline.outcomes import Measurement
+
+Json = Any  # parsed JSON, or what will become JSON
+
+
+def encode(value: Json) -> Json:
+    """Plain JSON. It has no infinity: such floats become the strings 'inf', '-inf' and 'nan'."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return encode(asdict(value))
+    if isinstance(value, dict):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decode(hint: Any, value: Json, where: str) -> Any:  # Any: a type, and a value of it
+    """`value` as `hint` says, strictly: objects have exactly the fields of their dataclass, an int is no bool."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return None if value is None else decode(next(h for h in inner if h is not NoneType), value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(decode(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if hint is Measurement and isinstance(value, list) and len(value) == 2:
+        return Measurement(*(decode(float, item, where) for item in value))
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _decode_object(hint, value, where)
+    if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, Enum) and value in hint.__members__:
+        return hint[value]
+    if hint is float and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
+        return float(value)
+    if (origin is Literal and value in inner) or type(value) is (origin or hint):
+        return value
+    allowed = list(hint.__members__) if isinstance(hint, type) and issubclass(hint, Enum) else inner or hint.__name__
+    raise BadValueError(f"{where} is {value!r}; allowed: {allowed}")
+
+
+def _decode_object(hint: Any, values: dict[str, Json], where: str) -> Any:  # Any: a dataclass, and one of it
+    names, hints = {f.name for f in fields(hint)}, get_type_hints(hint)
+    if set(values) != names:
+        unknown, missing = sorted(set(values) - names), sorted(names - set(values))
+        raise BadValueError(f"{where} has unknown keys {unknown} and lacks {missing}; allowed: {sorted(names)}")
+    decoded = {name: decode(hints[name], values[name], f"{where}.{name}") for name in values}
+    try:
+        return hint(**decoded)
+    except ValueError as error:
+        raise BadValueError(f"{where}: {error}") from error

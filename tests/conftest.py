@@ -1,0 +1,12 @@
+"""For all tests: one torch thread, and a random state that no test hands on to the next."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the networks here are small, and bit promises hold for a fixed number of threads
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_state() -> None:
+    """Every test starts from the same global generator, whatever ran before it."""
+    torch.manual_seed(0)
