@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from harness import Json, describe_machine, print_table, spread, write_result
+from harness import RESULTS, Json, print_table, spread, write_result
 from one_seed import Plan, grow, unlimited
 
 from esper.tolaria import Task, TaskRegistry, get_task
@@ -68,21 +68,18 @@ def jobs_of(task: Task, arguments: argparse.Namespace) -> list[Job]:
 def main() -> None:
     """Run all episodes, print a table per task, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", default=TaskRegistry.names())
+    parser.add_argument("--tasks", nargs="*", default=TaskRegistry.names(), help="none: measure nothing")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--data-dir", type=Path, default=None)
-    parser.add_argument("--publish", action="store_true", help="also update what `esper tasks` shows")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON instead of benchmarks/results")
+    parser.add_argument("--publish", action="store_true", help="also update what `esper tasks` shows from that folder")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
-    results: dict[str, Json] = {}
     for name in arguments.tasks:
-        results[name] = measure(get_task(name), arguments)
-        where = {} if arguments.out is None else {"folder": arguments.out}
-        write_result(f"task_gains_{name}", {name: results[name]}, **where)
+        write_result(f"task_gains_{name}", {name: measure(get_task(name), arguments)}, arguments.out)
     if arguments.publish:
-        publish(results)
+        publish(arguments.out)
 
 
 def measure(task: Task, arguments: argparse.Namespace) -> dict[str, Json]:
@@ -133,14 +130,16 @@ def report(task: Task, defect: str, found: dict[Job, float]) -> dict[str, Json]:
     return {"host_accuracy": statistics.fmean(controls.values()), "repeats": len(controls), "cells": cells}
 
 
-def publish(results: dict[str, Json]) -> None:
-    """Put the figures where `esper tasks` reads them, with their machine."""
-    known = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
-    for name, figures in results.items():
-        known[name] = {"machine": describe_machine(), "hosts": figures}
-    GAINS_FILE.write_text(
-        json.dumps({name: known[name] for name in TaskRegistry.names() if name in known}, indent=1) + "\n"
-    )
+def publish(folder: Path) -> None:
+    """Put all figures of a results folder where `esper tasks` reads them, each with its machine."""
+    published = {}
+    for name in TaskRegistry.names():
+        path = folder / f"task_gains_{name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            published[name] = {"machine": found["machine"], "hosts": found[name]}
+    GAINS_FILE.write_text(json.dumps(published, indent=1) + "\n")
+    print(f"published {', '.join(published)}")
 
 
 if __name__ == "__main__":

@@ -107,18 +107,18 @@ def draw(moments: list[Moment], path: Path) -> None:
         inside = [step for step, moment in enumerate(moments) if moment.stage.name == name]
         if inside:
             middle, rotation = (inside[0] + inside[-1]) / 2, 90 if len(inside) < 3 else 0
-            axis.text(middle, 97, name.lower(), ha="center", va="top", fontsize=8, rotation=rotation)
+            axis.text(middle, 115, name.lower(), ha="center", va="top", fontsize=8, rotation=rotation)
     axis.plot([moment.accuracy for moment in moments], "o-", color="#20639b", label="validation accuracy (%)")
     shadow = [(step, m.accuracy + m.audition) for step, m in enumerate(moments) if m.audition is not None]
     axis.plot(*zip(*shadow, strict=True), "x--", color="#e69138", label="with the seed at full strength (audition)")
     axis.set(
-        xlabel="step", ylabel="%", ylim=(0, 100), xticks=range(0, len(moments), 2), title="One seed in a blind host"
+        xlabel="step", ylabel="%", ylim=(0, 118), xticks=range(0, len(moments), 2), title="One seed in a blind host"
     )
     strength = axis.twinx()
     strength.step(
         range(len(moments)), [moment.alpha for moment in moments], where="mid", color="#999999", label="alpha"
     )
-    strength.set(ylim=(0, 1.05), ylabel="alpha")
+    strength.set(ylim=(0, 1.18), ylabel="alpha")
     handles = [line for ax in (axis, strength) for line in ax.get_legend_handles_labels()[0]]
     axis.legend(handles=handles, loc="lower right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -156,7 +156,9 @@ def test_depthwise_fits_the_budget_of_varied_digits_once() -> None:
 # -- what follows from the spec ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("classes", "loss", "chance"), [(2, 0.693147, 50.0), (10, 2.302585, 10.0), (100, 4.60517, 1.0)])
+@pytest.mark.parametrize(
+    ("classes", "loss", "chance"), [(2, 0.693147, 50.0), (10, 2.302585, 10.0), (100, 4.60517, 1.0)]
+)
 def test_baselines_come_from_the_spec(classes: int, loss: float, chance: float) -> None:
     """Requirement 24: a new task with 100 classes has the random-guess loss ln 100, whatever its name."""
     for name in ("digits_blind", "new"):
@@ -230,10 +232,8 @@ def test_known_host() -> None:
     """Invariant 13: the weights of seed 0 never change, or old runs could not be repeated."""
     host = get_task("digits_blind").make_host(0)
     total = sum(float(parameter.detach().double().abs().sum()) for parameter in host.parameters())
-    assert total == pytest.approx(KNOWN_SUM, rel=1e-6)
+    assert total == pytest.approx(80.926588, rel=1e-6)
 
-
-KNOWN_SUM = 0.0
 
 # -- defects ----------------------------------------------------------------------------------------------------------
 
@@ -242,10 +242,10 @@ def defect_of(host: Host) -> str:
     """What is wrong with a host of `digits_varied`, from its buffers."""
     assert isinstance(host, CNNHost)
     masks = [segment.conv.mask for segment in host.segments if isinstance(segment, ConvSegment)]
-    taps = {int(mask.sum()) for mask in masks if mask is not None}
-    assert len(masks) == 3
-    kinds = {((9,), (1.0,)): "none", ((1,), (1.0,)): "blind", ((1,), (0.0, 1.0)): "blind_first_slot_cut"}
-    return kinds[tuple(sorted(taps)), tuple(sorted(set(host.conductance.tolist())))]
+    taps = [int(mask.sum()) for mask in masks if mask is not None]
+    kinds = {(9, 1.0): "none", (1, 1.0): "blind", (1, 0.0): "blind_first_slot_cut"}
+    assert taps == [taps[0]] * 3
+    return kinds[taps[0], float(host.conductance.min())]
 
 
 def varied_host(defect: str) -> CNNHost:
@@ -315,7 +315,8 @@ def test_blind_hosts_see_no_shapes(name: str, defect: str | None, sees: bool) ->
     """Turning every 2×2 block of an image is seen by 3×3 kernels and not by 1×1 kernels."""
     host = get_task(name).make_host(0).eval() if defect is None else varied_host(defect)
     images = torch.rand(4, 1, 8, 8)
-    moved = float((host(images) - host(shuffled_in_blocks(images))).abs().max())
+    with torch.no_grad():
+        moved = float((host(images) - host(shuffled_in_blocks(images))).abs().max())
     assert moved > 1e-3 if sees else moved < 1e-6
 
 
@@ -327,7 +328,9 @@ def grown(host: Host, slot_id: str, blueprint: str, style: str) -> Morphogenetic
     with torch.no_grad():
         for parameter in slot.parameters():
             parameter.uniform_(0.5, 1.5)
-    slot.settle(replace(slot.state, stage=SeedStage.HOLDING, controller=AlphaController.at(1.0)))
+    slot.settle(
+        replace(slot.state, stage=SeedStage.HOLDING, controller=AlphaController(alpha=1.0, start=1.0, target=1.0))
+    )
     return model.eval()
 
 
@@ -342,8 +345,7 @@ def test_the_cut_slot_has_no_effect(blueprint: str, style: str) -> None:
     for slot_id in ("r0c0", "r1c0"):
         cut, sound = varied_host("blind_first_slot_cut"), varied_host("none")
         assert torch.equal(grown(cut, slot_id, blueprint, style)(images), cut(images))
-        moved = (grown(sound, slot_id, blueprint, style)(images) - sound(images)).abs().max()
-        assert float(moved) > 1e-4
+        assert not torch.allclose(grown(sound, slot_id, blueprint, style)(images), sound(images), atol=1e-4)
 
 
 def test_only_the_first_slot_is_cut() -> None:

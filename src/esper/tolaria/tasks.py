@@ -190,7 +190,7 @@ TaskRegistry.register(
 TaskRegistry.register(
     Task(
         name="fashion_small",
-        why="Fashion-MNIST at 14×14: early slots pay, a little",
+        why="Fashion-MNIST at 14×14: real images, and little to gain",
         dataset="fashion_mnist",
         build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=14),
         classes=10,
@@ -205,7 +205,7 @@ TaskRegistry.register(
 CIFAR_BASELINE = TaskRegistry.register(
     Task(
         name="cifar_baseline",
-        why="CIFAR-10 on the reference's small host: late slots pay",
+        why="CIFAR-10 on a host of three small blocks",
         dataset="cifar10",
         build_host=lambda: CNNHost((8, 16, 32), 3, 3, 10),
         classes=10,

@@ -1,0 +1,128 @@
+"""The command line."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from esper.cli import main
+from esper.tolaria import TaskRegistry, gains, get_task
+
+
+@pytest.fixture(autouse=True)
+def wide_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is wrapped, and none is coloured."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two cells of `digits_blind` are published, and nothing else."""
+    cells = [
+        {"slot": slot_id, "blueprint": "depthwise", "parameters": parameters, "gain": points, "deviation": 1.25}
+        for slot_id, parameters, points in (("r1c0", 64, 36.04), ("r1c1", 160, 7.5), ("r1c2", 448, -0.3))
+    ]
+    path = tmp_path / "gains.json"
+    hosts = {"none": {"host_accuracy": 41.3, "repeats": 4, "cells": cells}}
+    path.write_text(json.dumps({"digits_blind": {"hosts": hosts}}))
+    monkeypatch.setattr(gains, "GAINS_FILE", path)
+    gains._published.cache_clear()
+    yield
+    gains._published.cache_clear()
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """What a command prints."""
+    main(list(arguments))
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out.splitlines()
+
+
+def test_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every task in the order of the registry, with why, host, budget and length."""
+    lines = lines_of(capsys, "tasks")
+    heads = [line for line in lines if line.split(" ")[0] in TaskRegistry.names()]
+    assert heads == [f"{name}  {get_task(name).why}" for name in TaskRegistry.names()]
+    facts = lines[lines.index(heads[0]) + 1]
+    assert "digits · host 390 parameters, 1,560 may be grown · 20 steps × 16 minibatches of 64" in facts
+    assert "validation 400" in facts
+
+
+@pytest.mark.usefixtures("figures")
+def test_tasks_print_the_best_seed_per_slot(capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured gains where there are some, and where there are none it says so."""
+    lines = lines_of(capsys, "tasks")
+    best = "best seed per slot: r1c0 depthwise +36.0 (64), r1c1 depthwise +7.5 (160), r1c2 depthwise -0.3 (448)"
+    assert f"  host alone 41.3 %; {best}" in lines
+    assert sum("gains not measured" in line for line in lines) == len(TaskRegistry.names()) - 1
+
+
+@pytest.mark.usefixtures("figures")
+def test_tasks_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only those that were named, with the whole table."""
+    lines = lines_of(capsys, "tasks", "digits_blind")
+    text = "\n".join(lines)
+    assert not any(line.startswith("digits_varied") for line in lines)
+    assert "host 41.3 %" in text
+    (row,) = (line for line in lines if "depthwise" in line and "±" in line)
+    for shown in ("+36.0 ± 1.2 (64)", "+7.5 ± 1.2 (160)", "-0.3 ± 1.2 (448)"):
+        assert shown in row
+    assert all(any(name in line for line in lines) for name in get_task("digits_blind").slot_config.blueprint_names)
+
+
+def test_tasks_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In an empty folder only digits are at hand, which come with a package."""
+    lines = lines_of(capsys, "tasks", "--data-dir", str(tmp_path))
+    for name in TaskRegistry.names():
+        (facts,) = (lines[at + 1] for at, line in enumerate(lines) if line.startswith(f"{name} "))
+        assert ("not here yet" in facts) == (get_task(name).dataset != "digits")
+
+
+def test_unknown_task(capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake ends in one line that names it and what is allowed, and in exit code 2; nothing was printed before."""
+    with pytest.raises(SystemExit) as ended:
+        main(["tasks", "digits_blind", "digts"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("esper: unknown task 'digts'; allowed: ")
+    assert all(name in line for name in TaskRegistry.names())
+
+
+@pytest.mark.parametrize("arguments", [["tasks", "--colour", "red"], ["tusks"]])
+def test_unknown_flag_or_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused with exit code 2, naming it."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert arguments[-1] in printed.err or arguments[1] in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--help"], ["tasks", "Grow a neural network"]),
+        (["tasks", "--help"], ["--data-dir", "ESPER_DATA", "Show only these"]),
+    ],
+)
+def test_help(arguments: list[str], shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0, with every command and flag."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = capsys.readouterr().out
+    assert ended.value.code in (0, None)
+    assert all(word.lower() in printed.lower() for word in shown)
+
+
+def test_arguments_of_the_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the console script calls it."""
+    monkeypatch.setattr(sys, "argv", ["esper", "tasks", "digits"])
+    main()
+    assert capsys.readouterr().out.startswith("digits  ")

@@ -1,0 +1,71 @@
+"""Rules of the house that a reader would notice."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+LONGEST = 500
+MAY_UNPICKLE = ROOT / "src" / "esper" / "tolaria" / "data" / "cifar.py"
+"""CIFAR-10 is published as pickles; it is checked by its digest and read with a restricted unpickler."""
+
+
+def relative(path: Path) -> str:
+    """As a test's id."""
+    return str(path.relative_to(ROOT))
+
+
+def repository_files() -> list[Path]:
+    """All files that are in the repository or about to be."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()]
+
+
+def test_there_is_something_to_check() -> None:
+    """These tests would pass on an empty folder."""
+    assert len(SOURCES) > 40
+    assert MAY_UNPICKLE in SOURCES
+
+
+def test_no_file_is_too_long() -> None:
+    """A file that outgrows this holds a second noun."""
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_nothing_is_left_to_do() -> None:
+    """Plans belong to the tracker."""
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    assert [relative(path) for path in SOURCES if marks.search(path.read_text())] == []
+
+
+def test_no_paths_of_one_machine() -> None:
+    """Neither source nor results nor docs name a folder that only one machine has."""
+    machine = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/")
+    found = []
+    for path in repository_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue  # a picture
+        found += [f"{relative(path)}: {match[0]}" for match in machine.finditer(text)]
+    assert found == []
+
+
+def test_pickle_in_one_place() -> None:
+    """Requirement 82: pickles run code when they are read; only the reader of CIFAR-10 knows them."""
+    imports = re.compile(r"^\s*(?:import|from)\s+(?:c?[pP]ickle|dill|joblib|shelve|marshal)\b", re.MULTILINE)
+    assert [path for path in SOURCES if imports.search(path.read_text())] == [MAY_UNPICKLE]
+
+
+def test_no_torch_load() -> None:
+    """Requirement 82: weights are safetensors."""
+    loads = re.compile(r"\btorch\.(?:load|save)\(|\bfrom torch import .*\bload\b")
+    assert [relative(path) for path in SOURCES if loads.search(path.read_text())] == []

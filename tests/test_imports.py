@@ -1,0 +1,249 @@
+"""Who imports whom: read from the source, without running it."""
+
+import ast
+import os
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+CORE = ("leyline", "kasmina", "tolaria", "simic")
+CORE_PACKAGES = {"torch", "numpy", "safetensors", "esper"}
+
+BELOW = {
+    "leyline": set[str](),
+    "kasmina": {"leyline"},
+    "tolaria": {"leyline", "kasmina"},
+    "tamiyo": {"leyline"},
+    "nissa": {"leyline"},
+    "simic": {"leyline", "kasmina", "tolaria", "tamiyo", "nissa"},
+    "karn": {"leyline", "nissa"},
+    "integrations": {"leyline", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config"},
+    "config": {"leyline", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
+    "cli": {"leyline", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config", "integrations", "karn"},
+}
+"""Each subsystem, and those that it may import."""
+
+
+class Import(NamedTuple):
+    """One imported module, or one name out of it."""
+
+    target: str
+    """The module."""
+    name: str | None
+    """What was taken from it; None for the module itself."""
+    inside_function: bool
+    type_checking: bool
+    line: int
+
+
+class Module(NamedTuple):
+    """One file."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    imports: list[Import]
+
+    @property
+    def subsystem(self) -> str:
+        """`kasmina` of esper.kasmina.slot; empty for the package itself."""
+        return subsystem(self.name)
+
+
+def subsystem(name: str) -> str:
+    """The second part of a dotted name."""
+    return [*name.split("."), ""][1]
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _imports(node: ast.AST, names: set[str], inside: bool = False, checking: bool = False) -> list[Import]:
+    """All imports below a node; `names` are the modules of Esper."""
+    if isinstance(node, ast.Import):
+        return [Import(alias.name, None, inside, checking, node.lineno) for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module, "imports are absolute"
+        found = []
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            # `from package import module` imports the module; anything else is a name out of the first.
+            target, name = (inner, None) if inner in names else (node.module, alias.name)
+            found.append(Import(target, name, inside, checking, node.lineno))
+        return found
+    inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    checking = checking or (isinstance(node, ast.If) and _is_type_checking(node.test))
+    return [found for child in ast.iter_child_nodes(node) for found in _imports(child, names, inside, checking)]
+
+
+def read_modules() -> dict[str, Module]:
+    """Every module of Esper by its dotted name."""
+    paths = {}
+    for path in sorted((SOURCE / "esper").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    trees = {name: ast.parse(path.read_text(), str(path)) for name, path in paths.items()}
+    return {name: Module(name, paths[name], tree, _imports(tree, set(paths))) for name, tree in trees.items()}
+
+
+MODULES = read_modules()
+EDGES = [(module, found) for module in MODULES.values() for found in module.imports if found.target in MODULES]
+
+
+def test_the_source_was_read() -> None:
+    """These tests would pass on an empty folder."""
+    assert {"esper.leyline.stages", "esper.kasmina", "esper.tolaria.data.cifar", "esper.cli"} <= set(MODULES)
+    assert len(EDGES) > 50
+    optimiser = MODULES["esper.kasmina.optimiser"]
+    assert [found.target for found in optimiser.imports if found.type_checking] == ["esper.kasmina.model"]
+    digits = MODULES["esper.tolaria.data.digits"]
+    assert [found.target for found in digits.imports if found.inside_function] == ["sklearn.datasets"]
+
+
+def test_every_subsystem_has_a_place() -> None:
+    """A new folder has to say what it may see."""
+    assert {module.subsystem for module in MODULES.values()} <= {"", *BELOW}
+
+
+def test_imports_exist() -> None:
+    """Nothing of Esper's is imported that is not there."""
+    wanted = {found.target for module in MODULES.values() for found in module.imports}
+    assert {name for name in wanted if name.split(".")[0] == "esper"} <= set(MODULES)
+
+
+def test_the_rule_has_no_cycle() -> None:
+    """Requirement 61: the table above is an order."""
+    order = list(TopologicalSorter(BELOW).static_order())
+    assert order.index("leyline") < order.index("kasmina") < order.index("tolaria") < order.index("simic")
+    assert order[-1] == "cli"
+
+
+def test_imports_point_one_way() -> None:
+    """Requirement 61: each subsystem sees only those below it, type checking and function bodies included."""
+    wrong = [
+        f"{module.name}:{found.line} imports {found.target}"
+        for module, found in EDGES
+        if module.subsystem
+        and subsystem(found.target) != module.subsystem
+        and subsystem(found.target) not in BELOW[module.subsystem]
+    ]
+    assert wrong == []
+
+
+def test_no_cycle_between_modules() -> None:
+    """Requirement 61: the modules can be put in an order. (What only the type checker sees does not count.)"""
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for module, found in EDGES:
+        if not found.type_checking:
+            graph[module.name].add(found.target)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+def test_no_import_inside_a_function() -> None:
+    """Requirement 61: no cycle of Esper's own is hidden in a function body."""
+    assert [f"{module.name}:{found.line}" for module, found in EDGES if found.inside_function] == []
+
+
+def _defined(module: Module) -> set[str]:
+    """Names that a module makes itself, at its top level."""
+    names: set[str] = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+    return names
+
+
+def test_only_doors_reexport() -> None:
+    """Requirement 61: a name is taken from where it is made, or from the `__init__` of its own package."""
+    doors = {name for name, module in MODULES.items() if module.path.name == "__init__.py"}
+    wrong = [
+        f"{module.name}:{found.line} takes {found.name} from {found.target}"
+        for module, found in EDGES
+        if found.name is not None and found.target not in doors and found.name not in _defined(MODULES[found.target])
+    ]
+    assert wrong == []
+    for door in doors:
+        foreign = [found.target for found in MODULES[door].imports if not found.target.startswith(f"{door}.")]
+        assert foreign == [], f"{door} re-exports from elsewhere"
+
+
+def test_the_core_needs_three_packages() -> None:
+    """Requirement 61: training imports torch, numpy and safetensors; others wait inside the functions that use them."""
+    allowed = CORE_PACKAGES | set(sys.stdlib_module_names)
+    wrong = [
+        f"{module.name}:{found.line} imports {found.target}"
+        for module in MODULES.values()
+        for found in module.imports
+        if module.subsystem in CORE and not found.inside_function and found.target.split(".")[0] not in allowed
+    ]
+    assert wrong == []
+
+
+def test_leyline_has_no_modules() -> None:
+    """What crosses borders is values: leyline does not import torch.nn."""
+    for module in MODULES.values():
+        if module.subsystem == "leyline":
+            for found in module.imports:
+                full = found.target if found.name is None else f"{found.target}.{found.name}"
+                assert full != "torch.nn" and not full.startswith("torch.nn."), f"{module.name}:{found.line}"
+
+
+# -- torch is a hard dependency ---------------------------------------------------------------------------------------
+
+
+def _catches_import_errors(node: ast.Try) -> bool:
+    caught = {leaf.id for handler in node.handlers for leaf in ast.walk(handler) if isinstance(leaf, ast.Name)}
+    bare = any(handler.type is None for handler in node.handlers)
+    return bare or bool(caught & {"ImportError", "ModuleNotFoundError", "Exception"})
+
+
+def test_no_stubs_for_torch() -> None:
+    """Requirement 85: torch is imported without a net, and nothing stands in for it."""
+    for module in MODULES.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Try) and _catches_import_errors(node):
+                tried = {found.target.split(".")[0] for found in _imports(node, set(MODULES))}
+                assert not tried & CORE_PACKAGES, f"{module.name}:{node.lineno}"
+            if isinstance(node, ast.Assign):
+                names = {leaf.id for target in node.targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+                assert not names & {"torch", "nn", "F", "Tensor", "np"}, f"{module.name}:{node.lineno}"
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("package", ["esper.kasmina", "esper.tolaria", "esper.simic.contracts"])
+def test_without_torch(package: str) -> None:
+    """Requirement 85: where torch is missing the import fails at once, with an ImportError that names it."""
+    done = _run(f"import sys; sys.modules['torch'] = None\nimport {package}")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(("ImportError", "ModuleNotFoundError"))
+    assert "torch" in last
+
+
+def test_the_core_runs_without_the_other_packages() -> None:
+    """Requirement 61: a machine without the screens' packages can import all of the core and run a host."""
+    names = sorted(module.name for module in MODULES.values() if module.subsystem in CORE)
+    code = (
+        "import importlib, sys\n"
+        "for name in ('sklearn', 'PIL', 'matplotlib', 'rich', 'tyro', 'scipy', 'pytest'): sys.modules[name] = None\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "import torch\n"
+        "from esper.tolaria import get_task\n"
+        "print(get_task('digits_blind').make_host(0)(torch.zeros(2, 1, 8, 8)).shape[-1])\n"
+    )
+    done = _run(code)
+    assert done.stderr == ""
+    assert done.stdout.strip() == "10"
