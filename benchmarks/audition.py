@@ -9,10 +9,11 @@ never grows, after the ramp, on the same images.
 
 import argparse
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from harness import Json, print_table, spread, write_result
+from harness import RESULTS, Json, print_table, spread, write_result
 from one_seed import Plan, grow, unlimited
 from scipy.stats import spearmanr
 
@@ -77,7 +78,8 @@ def main() -> None:
     parser.add_argument("--shadow-steps", type=int, default=6)
     parser.add_argument("--blueprints", nargs="*", default=BlueprintRegistry.names("image"))
     parser.add_argument("--slots", nargs="*", default=list(get_task("digits_blind").slot_ids))
-    parser.add_argument("--name", default="audition", help="name of the JSON in benchmarks/results")
+    parser.add_argument("--name", default="audition", help="name of the JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the task is small: more threads cost more than they give
     task = unlimited(get_task("digits_blind"))
@@ -91,10 +93,10 @@ def main() -> None:
                 plan = Plan(slot_id, blueprint, GERMINATE_AT, arguments.shadow_steps)
                 cells.setdefault((slot_id, blueprint), []).append(run_trial(task, batches, rng_seed, plan, control))
         print(f"seed {rng_seed} done", flush=True)
-    report(cells, arguments.shadow_steps, arguments.name)
+    report(cells, arguments.shadow_steps, arguments.name, arguments.out)
 
 
-def report(cells: dict[tuple[str, str], list[Trial]], shadow_steps: int, name: str) -> None:
+def report(cells: dict[tuple[str, str], list[Trial]], shadow_steps: int, name: str, folder: Path) -> None:
     """The table of cell means, the rank correlations, the JSON."""
     means = {
         key: Trial(*(statistics.fmean(column) for column in zip(*trials, strict=True))) for key, trials in cells.items()
@@ -115,13 +117,21 @@ def report(cells: dict[tuple[str, str], list[Trial]], shadow_steps: int, name: s
         "accuracy, running statistics": ("running", "gain"),
         "loss, running statistics": ("running_loss", "gain_loss"),
     }
-    ranks = {label: float(spearmanr(columns[a], columns[b]).statistic) for label, (a, b) in pairs.items()}
-    print_table(f"Spearman over {len(cells)} cell means", ["by", "rho"], [[k, f"{v:.2f}"] for k, v in ranks.items()])
+    # One cell has no rank; JSON has no NaN.
+    ranks = {
+        label: float(spearmanr(columns[a], columns[b]).statistic) if len(cells) > 1 else None
+        for label, (a, b) in pairs.items()
+    }
+    print_table(
+        f"Spearman over {len(cells)} cell means",
+        ["by", "rho"],
+        [[label, "-" if rho is None else f"{rho:.2f}"] for label, rho in ranks.items()],
+    )
     first = cells.get(("r1c0", "depthwise"), [])
     print(f"\ndepthwise in r1c0: audition positive on {sum(t.audition > 0 for t in first)} of {len(first)} seeds")
     print(f"  with running statistics on {sum(t.running > 0 for t in first)} of {len(first)}")
     trials: Json = {f"{slot} {blueprint}": [t._asdict() for t in ts] for (slot, blueprint), ts in cells.items()}
-    path = write_result(name, {"shadow_steps": shadow_steps, "spearman": ranks, "trials": trials})
+    path = write_result(name, {"shadow_steps": shadow_steps, "spearman": ranks, "trials": trials}, folder)
     print(f"wrote {path.name}")
 
 

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -18,7 +19,7 @@ from esper.tolaria.gains import HostGains, published_gains
 class TasksCommand:
     """List the tasks, and what one seed was measured to add to their hosts."""
 
-    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    names: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """Show only these, with every slot and blueprint."""
     data_dir: Path | None = None
     """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""

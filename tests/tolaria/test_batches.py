@@ -71,6 +71,14 @@ def test_pure_function_of_seed_and_index() -> None:
         assert torch.equal(targets, first[index].targets)
 
 
+def test_known_minibatch() -> None:
+    """Invariant 13: order, shifts and flips of a minibatch never change, or old runs could not be repeated."""
+    inputs, targets = make(shift=2, flip=True).minibatch(2**40 + 1, 6)
+    assert targets.tolist() == [22, 19, 16, 4, 10]
+    assert (pixels(inputs) == 0).sum((1, 2, 3)).tolist() == [12, 40, 12, 32, 22]  # padding
+    assert pixels(inputs)[:, 0, 3, 3].tolist() == [91, 243, 161, 34, 142]
+
+
 def test_seeds_differ_in_order_and_augmentation() -> None:
     """Another seed is another order, and moves the same image otherwise."""
     batches = make(shift=2, batch=COUNT)

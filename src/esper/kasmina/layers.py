@@ -6,14 +6,14 @@ networks side by side. Hosts and blueprints are therefore written once and serve
 exported model. A layer knows which of the two it is from the number of axes of its weights.
 
 Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, so that a grouped convolution and the
-norms see them without a copy; `fold_rows` and `unfold_rows` are the only two places that know this.
+norms see them without a copy; only the functions below that have `rows` in their names know this.
 
 Whether a call trains is an argument of the call, and BatchNorm returns the statistics of its batch instead of writing
 them: the caller decides which rows may write (`write_statistics`).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,25 @@ def unfold_rows(x: Tensor, rows: int) -> Tensor:
     """(B, R·C, H, W) → (R, B, C, H, W), always a view."""
     batch, channels, height, width = x.shape
     return x.view(batch, rows, channels // rows, height, width).transpose(0, 1)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows of these numbers, in the layout that rows are stored in."""
+    return x.transpose(0, 1).index_select(1, rows).transpose(0, 1) if x.dim() == 5 else x.index_select(0, rows)
+
+
+def add_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """`x` with `values` added to the rows of these numbers; a number may occur several times."""
+    if x.dim() == 5:
+        return x.transpose(0, 1).index_add(1, rows, values.transpose(0, 1)).transpose(0, 1)
+    return x.index_add(0, rows, values)
+
+
+def cat_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows behind rows."""
+    if parts[0].dim() == 5:
+        return torch.cat([part.transpose(0, 1) for part in parts], 1).transpose(0, 1)
+    return torch.cat(list(parts), 0)
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:

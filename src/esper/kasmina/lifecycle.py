@@ -12,7 +12,9 @@ import math
 from dataclasses import dataclass, field, replace
 
 from esper.kasmina.alpha import AlphaController
-from esper.kasmina.gates import GATE_OF_TARGET, GATES, GateThresholds
+from esper.kasmina.blending import gate_parameters
+from esper.kasmina.blueprints.registry import BlueprintRegistry
+from esper.kasmina.gates import GATE_OF_TARGET, GATES, GateThresholds, gate_germinate
 from esper.leyline import (
     ALPHA_CURVES,
     BLEND_STYLES,
@@ -22,8 +24,10 @@ from esper.leyline import (
     GateRefusedError,
     GateResult,
     Measurement,
+    SeedReport,
     SeedStage,
     SlotOccupiedError,
+    SlotSpec,
     StageChange,
     StageError,
     UnknownNameError,
@@ -124,6 +128,27 @@ def germinate(
         alpha_target,
         germinations=state.germinations + 1,
     )
+
+
+def sow(
+    state: SeedState,
+    slot: SlotSpec,
+    blueprint: str,
+    *,
+    style: str = "add",
+    tempo: int = 3,
+    alpha_target: float = 1.0,
+    budget_left: int | None = None,
+) -> SeedState:
+    """A new seed of a registered blueprint, if it fits the slot and the budget pays for it (None: no budget)."""
+    spec = BlueprintRegistry.spec(slot.topology, blueprint)
+    sown = germinate(state, blueprint, style=style, tempo=tempo, alpha_target=alpha_target)
+    if problem := spec.misfit(slot.width, slot.resolution):
+        raise BadValueError(f"slot {slot.slot_id!r} cannot hold blueprint {blueprint!r}: {problem}")
+    verdict = gate_germinate(state.stage, spec, slot, style, budget_left)
+    if not verdict.passed:
+        raise GateRefusedError(f"slot {slot.slot_id!r} may not germinate {blueprint!r}: " + "; ".join(verdict.reasons))
+    return sown
 
 
 def advance(state: SeedState, config: LifecycleConfig) -> SeedState:
@@ -255,3 +280,33 @@ def record_audition(state: SeedState, measured: Measurement) -> SeedState:
 def record_contribution(state: SeedState, measured: Measurement) -> SeedState:
     """The main row was compared with this seed silenced."""
     return replace(state, contributions=(*state.contributions, measured)[-MEASUREMENTS_KEPT:])
+
+
+def seed_parameters(slot: SlotSpec, state: SeedState) -> int:
+    """Parameters of the seed and its gate; 0 where there is none."""
+    if state.blueprint is None:
+        return 0
+    return BlueprintRegistry.spec(slot.topology, state.blueprint).count(slot.width) + gate_parameters(
+        state.style, slot.width
+    )
+
+
+def report(state: SeedState, parameters: int) -> SeedReport:
+    """What a controller may know of a slot."""
+    return SeedReport(
+        slot_id=state.slot_id,
+        stage=state.stage,
+        blueprint=state.blueprint,
+        style=state.style if state.blueprint is not None else None,
+        alpha=state.alpha,
+        alpha_target=state.controller.target,
+        ramping=state.ramping,
+        steps_in_stage=state.steps_in_stage,
+        age=state.age,
+        cooldown=state.cooldown,
+        parameters=parameters,
+        gradient_norm=state.gradient_norm,
+        audition=state.audition,
+        contribution=state.contribution,
+        germinations=state.germinations,
+    )

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina import checkpoint, lifecycle
-from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.body import Body, SegmentedBody
 from esper.kasmina.compare import Comparison, compare, cross_entropy
-from esper.kasmina.gates import gate_germinate
 from esper.kasmina.harden import harden
 from esper.kasmina.host import Host
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
@@ -21,7 +19,6 @@ from esper.kasmina.slot import ISOLATIONS, Isolation, SeedSlot
 from esper.leyline import (
     LIVE_STAGES,
     BadValueError,
-    GateRefusedError,
     SeedReport,
     SeedStage,
     StageChange,
@@ -141,14 +138,10 @@ class MorphogeneticModel(nn.Module):
     ) -> StageChange:
         """Plant a seed in a dormant slot. `tempo` is the number of steps of its first ramp, to `alpha_target`."""
         slot = self.body.slot(slot_id)
-        spec = BlueprintRegistry.spec(slot.spec.topology, blueprint)
-        state = lifecycle.germinate(slot.state, blueprint, style=style, tempo=tempo, alpha_target=alpha_target)
         left = None if self.budget is None else self.budget - self.grown_parameter_count
-        if problem := spec.misfit(slot.spec.width, slot.spec.resolution):
-            raise BadValueError(f"slot {slot_id!r} cannot hold blueprint {blueprint!r}: {problem}")
-        verdict = gate_germinate(slot.state.stage, spec, slot.spec, style, left)
-        if not verdict.passed:
-            raise GateRefusedError(f"slot {slot_id!r} may not germinate {blueprint!r}: " + "; ".join(verdict.reasons))
+        state = lifecycle.sow(
+            slot.state, slot.spec, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
+        )
         before = slot.state.stage
         rng_seed = derive_seed(self.rng_seed, slot_id, state.germinations)
         slot.plant(state, rng_seed, like=next(self.host_parameters()))

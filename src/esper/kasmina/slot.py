@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina import lifecycle
 from esper.kasmina.blending import BlendGate, blend, make_gate, straight_through
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.lifecycle import SeedState
@@ -140,24 +141,7 @@ class SeedSlot(nn.Module):
 
     def report(self) -> SeedReport:
         """What a controller may know of this slot."""
-        state = self.state
-        return SeedReport(
-            slot_id=state.slot_id,
-            stage=state.stage,
-            blueprint=state.blueprint,
-            style=state.style if state.blueprint is not None else None,
-            alpha=state.alpha,
-            alpha_target=state.controller.target,
-            ramping=state.ramping,
-            steps_in_stage=state.steps_in_stage,
-            age=state.age,
-            cooldown=state.cooldown,
-            parameters=self.parameter_count,
-            gradient_norm=state.gradient_norm,
-            audition=state.audition,
-            contribution=state.contribution,
-            germinations=state.germinations,
-        )
+        return lifecycle.report(self.state, self.parameter_count)
 
     def extra_repr(self) -> str:
         stream = "not probed" if self._spec is None else f"{self._spec.topology} of width {self._spec.width}"

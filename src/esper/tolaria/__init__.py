@@ -1,6 +1,7 @@
 """Running hosts: data, tasks, and the loop that trains one of them."""
 
 from esper.tolaria.engine import HostTrainer
+from esper.tolaria.fleet import HostFleet
 from esper.tolaria.tasks import OptimiserConfig, Task, TaskRegistry, get_task
 
-__all__ = ["HostTrainer", "OptimiserConfig", "Task", "TaskRegistry", "get_task"]
+__all__ = ["HostFleet", "HostTrainer", "OptimiserConfig", "Task", "TaskRegistry", "get_task"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper.leyline import DataError
-from esper.tolaria.counter import counter_below, permutation
+from esper.tolaria.counter import counter_below, counter_hash, permutation
 from esper.tolaria.data import ImageData, ImagePart, TextData
 
 
@@ -30,6 +30,11 @@ class Samples(NamedTuple):
     targets: Tensor
 
 
+def _only(samples: Samples) -> Samples:
+    """The one group of a draw for one seed."""
+    return Samples(samples.inputs[0], samples.targets[0])
+
+
 class ImageBatches:
     """Images stay uint8 on the device; a minibatch is gathered, shifted, flipped and normalised there."""
 
@@ -45,20 +50,25 @@ class ImageBatches:
         # A channel that never changes stays at zero instead of becoming NaN.
         self.std = torch.tensor(data.std, device=device)[:, None, None].clamp_min(1e-6)
         self._data = data
-        self._order: tuple[tuple[int, int], Tensor] | None = None
+        self._order: tuple[int, Tensor, Tensor] | None = None
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: passes over shuffled data, one after the other."""
+        return _only(self.minibatches(torch.tensor([rng_seed]), index))
+
+    def minibatches(self, seeds: Tensor, index: int) -> Samples:
+        """The same for several seeds (G,) at once: inputs (G, B, C, H, W), targets (G, B)."""
+        seeds = seeds.to(self.images.device)
         places = range(index * self.batch, (index + 1) * self.batch)
         first, last = places[0] // self.count, places[-1] // self.count
-        order = torch.cat([self._permutation(rng_seed, epoch) for epoch in range(first, last + 1)])
-        chosen = order[places[0] - first * self.count :][: self.batch]
+        order = torch.cat([self._permutations(seeds, epoch) for epoch in range(first, last + 1)], dim=1)
+        chosen = order[:, places[0] - first * self.count :][:, : self.batch]
         images = self.images[chosen]
         if self.shift:
-            images = self._shifted(images, rng_seed, index)
+            images = self._shifted(images, seeds, index)
         if self.flip:
-            flipped = counter_below(2, rng_seed, index, Purpose.FLIP, self._samples()).bool()
-            images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
+            flipped = self._draw(2, seeds, index, Purpose.FLIP).bool()
+            images = torch.where(flipped[..., None, None, None], images.flip(-1), images)
         return Samples(self._normalised(images), self.labels[chosen])
 
     def validation(self) -> Samples:
@@ -74,27 +84,32 @@ class ImageBatches:
         chosen = permutation(self.count, Purpose.CALIBRATION, device=self.images.device)[:size]
         return self._normalised(self.images[chosen])
 
-    def _samples(self) -> Tensor:
-        return torch.arange(self.batch, device=self.images.device)
+    def _draw(self, limit: int, seeds: Tensor, index: int, purpose: Purpose) -> Tensor:
+        """An integer in [0, limit) per group and sample."""
+        samples = torch.arange(self.batch, device=self.images.device)
+        return counter_below(limit, seeds[:, None], index, purpose, samples)
 
-    def _permutation(self, rng_seed: int, epoch: int) -> Tensor:
-        if self._order is None or self._order[0] != (rng_seed, epoch):
-            device = self.images.device
-            self._order = (rng_seed, epoch), permutation(self.count, rng_seed, epoch, Purpose.ORDER, device=device)
-        return self._order[1]
+    def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
+        """(G, training images), kept until the seeds or the epoch change."""
+        # Host sync where the seeds are on another device: once per minibatch, to tell whether they are the same.
+        if self._order is None or self._order[0] != epoch or not torch.equal(self._order[1], seeds):
+            samples = torch.arange(self.count, device=self.images.device)
+            order = counter_hash(seeds[:, None], epoch, Purpose.ORDER, samples).argsort(dim=1, stable=True)
+            self._order = epoch, seeds.clone(), order
+        return self._order[2]
 
-    def _shifted(self, images: Tensor, rng_seed: int, index: int) -> Tensor:
+    def _shifted(self, images: Tensor, seeds: Tensor, index: int) -> Tensor:
         """Each image moved by up to `shift` pixels both ways, zeros coming in."""
-        _, _, height, width = images.shape
-        padded = F.pad(images, [self.shift] * 4)
+        *_, height, width = images.shape
+        padded = F.pad(images.flatten(0, 1), [self.shift] * 4)
         span = 2 * self.shift + 1
-        down = counter_below(span, rng_seed, index, Purpose.SHIFT_ROWS, self._samples())
-        right = counter_below(span, rng_seed, index, Purpose.SHIFT_COLUMNS, self._samples())
+        down, right = (self._draw(span, seeds, index, p).flatten() for p in (Purpose.SHIFT_ROWS, Purpose.SHIFT_COLUMNS))
         rows = down[:, None] + torch.arange(height, device=images.device)
         columns = right[:, None] + torch.arange(width, device=images.device)
-        # Advanced indices around a slice put their axes first: (B, H, W, C).
-        picked = padded[self._samples()[:, None, None], :, rows[:, :, None], columns[:, None, :]]
-        return picked.permute(0, 3, 1, 2)
+        which = torch.arange(len(padded), device=images.device)[:, None, None]
+        # Advanced indices around a slice put their axes first: (G·B, H, W, C).
+        picked = padded[which, :, rows[:, :, None], columns[:, None, :]]
+        return picked.permute(0, 3, 1, 2).reshape(images.shape)
 
     def _normalised(self, images: Tensor) -> Tensor:
         return ((images.float() / 255 - self.mean) / self.std).contiguous()
@@ -119,8 +134,13 @@ class TextBatches:
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: windows at random places."""
+        return _only(self.minibatches(torch.tensor([rng_seed]), index))
+
+    def minibatches(self, seeds: Tensor, index: int) -> Samples:
+        """The same for several seeds (G,) at once: (G, B, block) both."""
         samples = torch.arange(self.batch, device=self.text.device)
-        return self._windows(self.text, counter_below(self.count, rng_seed, index, Purpose.WINDOW, samples))
+        starts = counter_below(self.count, seeds.to(self.text.device)[:, None], index, Purpose.WINDOW, samples)
+        return self._windows(self.text, starts)
 
     def validation(self) -> Samples:
         """The validation stretch, cut into windows."""
@@ -136,8 +156,8 @@ class TextBatches:
         return self._windows(self.text, counter_below(self.count, Purpose.CALIBRATION, samples)).inputs
 
     def _windows(self, text: Tensor, starts: Tensor) -> Samples:
-        picked = text[starts[:, None] + torch.arange(self.block + 1, device=text.device)]
-        return Samples(picked[:, :-1], picked[:, 1:])
+        picked = text[starts[..., None] + torch.arange(self.block + 1, device=text.device)]
+        return Samples(picked[..., :-1], picked[..., 1:])
 
     def _cut(self, text: Tensor) -> Samples:
         text = text.to(self.text.device)

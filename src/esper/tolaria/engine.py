@@ -66,7 +66,7 @@ class HostTrainer:
     def train_step(self) -> float:
         """`batches_per_step` minibatches at constant alpha; returns the mean loss of the main row."""
         self.model.train()
-        total = torch.zeros((), device=self._calibration.device)
+        total = torch.zeros((), device=self._calibration.device, dtype=torch.float64)
         for place in range(self.task.batches_per_step):
             self._set_rates(place)
             inputs, targets = self.batches.minibatch(

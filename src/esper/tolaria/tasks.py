@@ -88,7 +88,8 @@ class Task:
 
     def make_host(self, seed: int) -> Host:
         """A fresh host: its weights, and its defect where the task has several, are a pure function of the seed."""
-        host = self.build_host()
+        with torch.random.fork_rng(devices=[]):  # layers draw as they are built; nobody's random stream must notice
+            host = self.build_host()
         reset_parameters(host, derive_seed(seed, "host"))
         defect = self.defects[derive_seed(seed, "defect") % len(self.defects)]
         _apply_defect(host, defect, self.slot_ids[0])

@@ -1,0 +1,300 @@
+"""Many hosts as one batched program.
+
+Host weights are stacked over envs; each (slot, blueprint) has a bank of stacked seeds. A minibatch is one pass over the
+main rows and, where seeds are in TRAINING, one over their shadow rows; kernel launches depend on slots × blueprints,
+not on the number of hosts. Lifecycles are the same pure functions that a single model uses.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from esper.kasmina import LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
+from esper.kasmina.layers import BATCH_NORM_MOMENTUM
+from esper.leyline import (
+    LIVE_STAGES,
+    BadValueError,
+    SeedReport,
+    SeedStage,
+    StageChange,
+    UnknownNameError,
+    derive_seed,
+)
+from esper.tolaria.banks import Bank
+from esper.tolaria.batches import Batches, Samples
+from esper.tolaria.engine import rate_factor
+from esper.tolaria.measure import FleetComparison, measure
+from esper.tolaria.passes import PassResult, StackedHost
+from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
+from esper.tolaria.rows import Rows
+from esper.tolaria.stacked import StackedOptimizer, per_member
+from esper.tolaria.tasks import Task
+
+LEAST_ROWS = 2
+"""A fleet of one carries a dead second row: kernels for a single row round differently."""
+
+
+def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy per row: (R, B, …, classes) against (R, B, …) → (R,)."""
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    return losses.view(len(logits), -1).mean(1)
+
+
+class HostFleet:
+    """N hosts with their episodes in lockstep. Envs with equal seeds are a group: same weights, data, augmentation."""
+
+    def __init__(
+        self,
+        task: Task,
+        n: int,
+        device: torch.device | str = "cpu",
+        seeds: Sequence[int] | None = None,
+        *,
+        batches: Batches | None = None,
+        data_dir: Path | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        config: LifecycleConfig | None = None,
+    ) -> None:
+        """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own."""
+        if n < 1:
+            raise BadValueError(f"a fleet of {n} hosts: it needs at least 1")
+        self.seeds = list(range(n)) if seeds is None else list(seeds)
+        if len(self.seeds) != n:
+            raise BadValueError(f"{len(self.seeds)} seeds for {n} hosts: each host needs one")
+        self.task, self.n, self.device, self.dtype = task, n, _device(device), dtype
+        self.config = config if config is not None else LifecycleConfig()
+        self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
+        padded = self.seeds + self.seeds[:1] * (LEAST_ROWS - n)
+        made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
+        self.host = StackedHost([made[seed] for seed in padded], self.device, dtype)
+        self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
+        groups = list(dict.fromkeys(padded))
+        self._group = torch.tensor([groups.index(seed) for seed in padded], device=self.device)
+        self._order_seeds = torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
+        self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
+        self.places = {slot_id: self.host.skeleton.slot_index(slot_id) for slot_id in self.slots}
+        self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(n)]
+        self.banks: dict[tuple[str, str], Bank] = {}
+        self.members: dict[tuple[int, str], int] = {}
+        """Where the seed of (env, slot) stands in its bank."""
+        self.step_index = 0
+        self.losses = torch.full((n,), float("nan"))
+        self._plan: tuple[Rows, Rows | None] | None = None
+        self._fixed: tuple[Samples, Tensor] | None = None
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> Tensor:
+        """`batches_per_step` minibatches at constant alpha; returns the mean loss of each env's main row (N,)."""
+        total = torch.zeros(len(self._group), device=self.device, dtype=self.dtype)
+        per_step = self.task.batches_per_step
+        for place in range(per_step):
+            samples = self.draw(self.step_index * per_step + place)
+            progress = (self.step_index + place / per_step) / self.task.steps
+            total += self.train_minibatch(
+                samples, self.task.optimiser.rate * rate_factor(progress), (place + 1) / per_step
+            )
+        self._note_gradients()
+        # Host sync: once per step.
+        self.losses = (total / per_step)[: self.n].cpu()
+        return self.losses
+
+    def draw(self, index: int) -> Samples:
+        """The minibatch of that number for every row: inputs (R, B, …), targets (R, B, …)."""
+        inputs, targets = self.batches.minibatches(self._order_seeds, index)
+        inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        return Samples(inputs[self._group], targets[self._group])
+
+    def train_minibatch(self, samples: Samples, rate: float, warm: float = 1.0) -> Tensor:
+        """One step of every host and seed; returns the losses of the main rows (R,). `warm` scales newborns' rate."""
+        main, shadow = self.plan
+        self.optimizer.zero_grad()
+        for bank in self.banks.values():
+            bank.zero_grad()
+        tapped = () if shadow is None else {birth.place for birth in shadow.births}
+        done = self.host.run(main, samples.inputs, train=True, tapped=tapped)
+        losses = row_losses(done.output, samples.targets)
+        total = losses.sum()
+        if shadow is not None:
+            assert shadow.valid is not None
+            seen = self.host.run(shadow, None, train=True, streams=done.taps)
+            shadow_losses = row_losses(seen.output, samples.targets.index_select(0, shadow.env))
+            total = total + shadow_losses.where(shadow.valid, 0.0).sum()
+        total.backward()
+        self._norms = self._step(rate, warm)
+        self._write_statistics(done)
+        return losses.detach()
+
+    def _step(self, rate: float, warm: float) -> dict[tuple[str, str], Tensor]:
+        rows = len(self._group)
+        everyone = torch.ones(rows, dtype=torch.bool, device=self.device)
+        self.optimizer.step(torch.full((rows,), rate, dtype=self.dtype, device=self.device), everyone)
+        return {key: bank.step(rate, warm) for key, bank in self.banks.items()}
+
+    @torch.no_grad()
+    def _write_statistics(self, done: PassResult) -> None:
+        """Running statistics move towards those of the batch, where these are finite."""
+        for index, found in enumerate(done.statistics):
+            for name, value in found.items():
+                buffer = self.host.buffers[f"segments.{index}.{name}"]
+                finite = per_member(value.flatten(1).isfinite().all(1), value)
+                buffer.copy_(buffer.lerp(value, BATCH_NORM_MOMENTUM).where(finite, buffer))
+
+    def _note_gradients(self) -> None:
+        # Host sync: once per step.
+        norms = {key: tensor.tolist() for key, tensor in self._norms.items()}
+        for (env, slot_id), member in self.members.items():
+            state = self.states[env][slot_id]
+            if state.stage is not SeedStage.GERMINATED:
+                norm = norms[slot_id, str(state.blueprint)][member]
+                self.states[env][slot_id] = lifecycle.record_gradient(state, norm)
+
+    def validate(self) -> FleetComparison:
+        """Main rows, auditions and contributions on the validation set; noted in the seeds' states."""
+        if self._fixed is None:
+            self._fixed = self.batches.validation(), self.batches.calibration(self.task.calibration_size)
+        return measure(self, *self._fixed)
+
+    # -- structure ----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> tuple[Rows, Rows | None]:
+        """Main rows and shadow rows as the structure is now."""
+        if self._plan is None:
+            for (slot_id, _), bank in self.banks.items():
+                states = {env: self.states[env][slot_id] for env in bank.owners if env is not None}
+                bank.settle(states, self.host.buffers["conductance"][:, self.places[slot_id]])
+            self._plan = main_rows(self), shadow_rows(self)
+        return self._plan
+
+    def evaluation_rows(self) -> tuple[Rows, list[tuple[int, str]]]:
+        """Main rows with a shadow row per TRAINING seed and an ablation row per acting one, and whose these are."""
+        _ = self.plan
+        return eval_rows(self)
+
+    def germinate(
+        self, env: int, slot_id: str, blueprint: str, *, style: str = "add", tempo: int = 3, alpha_target: float = 1.0
+    ) -> StageChange:
+        """Plant a seed in a dormant slot of one env."""
+        state, slot = self._state(env, slot_id), self.slots[slot_id]
+        left = self.task.parameter_budget - self.grown_parameters(env)
+        sown = lifecycle.sow(
+            state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
+        )
+        key = slot_id, blueprint
+        if key not in self.banks:
+            self.banks[key] = Bank(slot, blueprint, self.task.optimiser, device=self.device, dtype=self.dtype)
+        rng_seed = derive_seed(derive_seed(self.seeds[env], "seeds"), slot_id, sown.germinations)
+        self.members[env, slot_id] = self.banks[key].plant(env, style, rng_seed)
+        return self._settle(env, slot_id, sown, "germinate")
+
+    def advance(self, env: int, slot_id: str) -> StageChange:
+        """One transition forward."""
+        return self._change(env, slot_id, "advance", lambda state: lifecycle.advance(state, self.config))
+
+    def fossilize(self, env: int, slot_id: str) -> StageChange:
+        """Commit a HOLDING seed for good."""
+        return self._change(env, slot_id, "fossilize", lambda state: lifecycle.fossilize(state, self.config))
+
+    def set_alpha_target(
+        self, env: int, slot_id: str, target: float, *, steps: int = 3, curve: str = "linear"
+    ) -> StageChange:
+        """Send a HOLDING seed to another alpha in so many steps."""
+        return self._change(
+            env, slot_id, "set_alpha_target", lambda state: lifecycle.set_alpha_target(state, target, steps, curve)
+        )
+
+    def prune(self, env: int, slot_id: str, *, steps: int = 0, curve: str = "linear") -> StageChange:
+        """Cut a seed, at once or by a ramp of so many steps."""
+        return self._change(
+            env, slot_id, "prune", lambda state: lifecycle.prune(state, self.config, steps=steps, curve=curve)
+        )
+
+    def tick(self) -> list[tuple[int, StageChange]]:
+        """The end of a step for every env: counters, schedules, cooldowns, and what happens by itself."""
+        self.step_index += 1
+        changes: list[tuple[int, StageChange]] = []
+        for env, states in enumerate(self.states):
+            for slot_id, state in list(states.items()):
+                after, found = lifecycle.tick(state, self.config)
+                if after is not state:
+                    self._replace(env, slot_id, after)
+                changes += [(env, change) for change in found]
+        return changes
+
+    def _state(self, env: int, slot_id: str) -> SeedState:
+        if not 0 <= env < self.n:
+            raise UnknownNameError("env", env, [f"0 to {self.n - 1}"])
+        if slot_id not in self.slots:
+            raise UnknownNameError("slot", slot_id, self.slots)
+        return self.states[env][slot_id]
+
+    def _change(self, env: int, slot_id: str, cause: str, verb: Callable[[SeedState], SeedState]) -> StageChange:
+        return self._settle(env, slot_id, verb(self._state(env, slot_id)), cause)
+
+    def _settle(self, env: int, slot_id: str, after: SeedState, cause: str) -> StageChange:
+        before = self.states[env][slot_id].stage
+        self._replace(env, slot_id, after)
+        return StageChange(slot_id, before, after.stage, cause)
+
+    def _replace(self, env: int, slot_id: str, after: SeedState) -> None:
+        before = self.states[env][slot_id]
+        if before.stage in LIVE_STAGES and after.stage not in LIVE_STAGES:
+            self.banks[slot_id, str(before.blueprint)].free(self.members.pop((env, slot_id)))
+        self.states[env][slot_id] = after
+        self._plan = None
+
+    # -- what is in it ------------------------------------------------------------------------------------------------
+
+    def grown_parameters(self, env: int) -> int:
+        """Parameters of all seeds of one env."""
+        total = 0
+        for slot_id, state in self.states[env].items():
+            if state.blueprint is not None:
+                total += lifecycle.seed_parameters(self.slots[slot_id], state)
+        return total
+
+    def reports(self, env: int) -> tuple[SeedReport, ...]:
+        """The slots of one env as a controller sees them."""
+        return tuple(
+            lifecycle.report(state, lifecycle.seed_parameters(self.slots[slot_id], state))
+            for slot_id, state in self.states[env].items()
+        )
+
+    @torch.no_grad()
+    def extract(self, env: int) -> MorphogeneticModel:
+        """One env as a model of its own: weights, buffers, seeds, states."""
+        self._state(env, next(iter(self.slots)))
+        host = self.task.build_host().to(device=self.device, dtype=self.dtype)
+        for name, tensor in [*host.named_parameters(), *host.named_buffers()]:
+            source = self.host.weights if name in self.host.weights else self.host.buffers
+            tensor.copy_(source[name][env])
+        model = MorphogeneticModel(
+            host,
+            list(self.slots),
+            config=self.config,
+            budget=self.task.parameter_budget,
+            rng_seed=derive_seed(self.seeds[env], "seeds"),
+        )
+        for slot_id, slot in model.seed_slots.items():
+            state = self.states[env][slot_id]
+            if state.blueprint is None:
+                slot.settle(state)
+                continue
+            slot.plant(state, 0, like=next(host.parameters()))
+            weights = self.banks[slot_id, state.blueprint].weights
+            for name, parameter in slot.named_parameters():
+                parameter.copy_(weights[name][self.members[env, slot_id]])
+        return model
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise BadValueError(f"device {str(given)!r} cannot be used here: {error}") from error
+    return device

@@ -1,0 +1,103 @@
+"""From the structure of a fleet to the rows of its passes."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from esper.leyline import ACTIVE_STAGES, SeedStage
+from esper.tolaria.banks import Bank, bucket
+from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
+
+if TYPE_CHECKING:
+    from esper.tolaria.fleet import HostFleet
+
+
+def main_rows(fleet: "HostFleet") -> Rows:
+    """One row per env: the networks themselves."""
+    everyone = torch.arange(fleet.optimizer.members, device=fleet.device)
+    acts: dict[int, list[Act]] = {}
+    for (slot_id, _), bank in fleet.banks.items():
+        acts.setdefault(fleet.places[slot_id], []).append(Act(bank, bank.env, None, bank.strength, bank.acts))
+    return Rows(everyone, (Birth(START, everyone),), acts, whole_fleet=True)
+
+
+def shadow_rows(fleet: "HostFleet") -> Rows | None:
+    """One row per TRAINING seed, padded to a bucket at each place; None where nothing trains."""
+    extras = [extra for extra in find_extras(fleet) if not extra.silent]
+    if not extras:
+        return None
+    padded: list[Extra | None] = []
+    births = []
+    for place in sorted({extra.place for extra in extras}):
+        born: list[Extra | None] = [extra for extra in extras if extra.place == place]
+        born += [None] * (bucket(len(born)) - len(born))
+        births.append(Birth(place, indices([extra.env if extra else 0 for extra in born], fleet.device)))
+        padded += born
+    env = torch.cat([birth.parents for birth in births])
+    valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
+    return Rows(env, tuple(births), _acts(fleet, padded, first_row=0, main=False, pad=True), valid)
+
+
+def eval_rows(fleet: "HostFleet") -> tuple[Rows, list[tuple[int, str]]]:
+    """Main rows, then a row per TRAINING seed (shadow) and per acting one (ablation); and whose seed each is about."""
+    extras = sorted(find_extras(fleet), key=lambda extra: extra.place)
+    main = fleet.plan[0]
+    births = [
+        Birth(place, indices([extra.env for extra in extras if extra.place == place], fleet.device))
+        for place in sorted({extra.place for extra in extras})
+    ]
+    env = torch.cat([main.env, indices([extra.env for extra in extras], fleet.device)])
+    slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
+    acts = _acts(fleet, extras, first_row=len(main), main=True, pad=False)
+    return Rows(env, (main.births[0], *births), acts), [(extra.env, slot_at[extra.place]) for extra in extras]
+
+
+def find_extras(fleet: "HostFleet") -> list[Extra]:
+    """The rows that can be compared with main rows: every seed that trains or acts, by env and slot."""
+    return [
+        Extra(env, fleet.places[slot_id], silent=state.stage in ACTIVE_STAGES)
+        for env, states in enumerate(fleet.states)
+        for slot_id, state in states.items()
+        if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES
+    ]
+
+
+def _acts(
+    fleet: "HostFleet", extras: Iterable[Extra | None], *, first_row: int, main: bool, pad: bool
+) -> dict[int, list[Act]]:
+    """What every bank does to the main rows, if they are in this pass, and to the extra ones from `first_row` on."""
+    acts: dict[int, list[Act]] = {}
+    numbered = [(first_row + number, extra) for number, extra in enumerate(extras) if extra is not None]
+    for (slot_id, blueprint), bank in fleet.banks.items():
+        place = fleet.places[slot_id]
+        own, passing = [], []
+        for row, extra in numbered:
+            if extra.place > place or fleet.states[extra.env][slot_id].blueprint != blueprint:
+                continue
+            member = fleet.members[extra.env, slot_id]
+            if extra.place < place and fleet.states[extra.env][slot_id].stage in ACTIVE_STAGES:
+                passing.append((row, member))
+            elif extra.place == place and not extra.silent:
+                own.append((row, member))
+        if main:
+            passing += [
+                (env, member)
+                for member, env in enumerate(bank.owners)
+                if env is not None and fleet.states[env][slot_id].stage in ACTIVE_STAGES
+            ]
+        found = acts.setdefault(place, [])
+        if own:
+            found.append(_act(bank, own, bank.full, detached=False, pad=pad))
+        if passing:
+            found.append(_act(bank, passing, bank.strength, detached=True, pad=pad))
+    return acts
+
+
+def _act(bank: Bank, entries: list[tuple[int, int]], strength: Tensor, *, detached: bool, pad: bool) -> Act:
+    """Entries (row, member), padded to a bucket by copies of nothing in particular."""
+    missing = bucket(len(entries)) - len(entries) if pad else 0
+    rows, members = (indices(column, bank.device) for column in zip(*entries, *[entries[0]] * missing, strict=True))
+    valid = torch.arange(len(rows), device=bank.device) < len(entries)
+    return Act(bank, rows, members, strength.index_select(0, members), valid, detached)

@@ -1,0 +1,66 @@
+"""Which rows a pass has, where they are born, and which seeds act on them.
+
+A pass is one forward evaluation of many rows. Rows are born at the input, or behind a segment from the stream of
+another row (the parent). At each slot, every bank acts on the rows that its members are to change.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.tolaria.banks import Bank
+
+START = -1
+"""The place in front of the first segment; other places are the index of the segment they lie behind."""
+
+
+class Birth(NamedTuple):
+    """Rows that join at a place; their streams are taken from these parents."""
+
+    place: int
+    parents: Tensor
+
+
+class Act(NamedTuple):
+    """A bank at its slot: entry e changes row `rows[e]` by member `members[e]` (None: members in order)."""
+
+    bank: Bank
+    rows: Tensor
+    members: Tensor | None
+    strength: Tensor
+    valid: Tensor
+    detached: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a pass in order of birth."""
+
+    env: Tensor
+    """(R,): whose weights each row uses."""
+    births: tuple[Birth, ...]
+    acts: dict[int, list[Act]] = field(default_factory=dict)
+    valid: Tensor | None = None
+    """(R,), None: all. Others are padding."""
+    whole_fleet: bool = False
+    """Row i is env i, and its weights get gradient; else weights are taken by `env` and detached."""
+
+    def __len__(self) -> int:
+        return len(self.env)
+
+
+class Extra(NamedTuple):
+    """A row beside the main ones: it differs from its env's main row at one slot, and is born there."""
+
+    env: int
+    place: int
+    silent: bool
+    """The seed there is silenced (ablation), instead of acting at full strength (shadow)."""
+
+
+def indices(values: Sequence[int], device: torch.device) -> Tensor:
+    """Row or member numbers as a tensor."""
+    return torch.tensor(list(values), dtype=torch.int64, device=device)

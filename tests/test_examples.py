@@ -1,0 +1,93 @@
+"""The examples, run as a reader would run them."""
+
+import importlib.util
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GROW_BY_HAND = ROOT / "examples" / "grow_by_hand.py"
+STAGES = ("DORMANT", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder that the example wrote, and the lines that it printed."""
+    folder = tmp_path_factory.mktemp("example")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(GROW_BY_HAND), "--out", str(folder / "out")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["out"], "it writes where it was told, and nowhere else"
+    return folder / "out", done.stdout.splitlines()
+
+
+def load_example() -> ModuleType:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("grow_by_hand", GROW_BY_HAND)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_line_per_step_and_every_stage(finished: tuple[Path, list[str]]) -> None:
+    """Twenty steps, through all stages in their order."""
+    _, lines = finished
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [int(line.split()[1]) for line in steps] == list(range(20))
+    stages = [line.split()[2] for line in steps]
+    assert [stage for stage in dict.fromkeys(stages) if stage in STAGES] == list(STAGES)
+    assert stages.index("GERMINATED") == 5
+
+
+def test_the_last_lines_sum_up(finished: tuple[Path, list[str]]) -> None:
+    """Test accuracy, and the parameters: 390 of the host and 652 that grew."""
+    _, lines = finished
+    found = re.search(r"test accuracy (\d+\.\d) %.* ([\d,]+) parameters, ([\d,]+) of them grown", "\n".join(lines[-3:]))
+    assert found is not None
+    assert float(found[1]) > 50
+    assert (found[2], found[3]) == ("1,042", "652")
+
+
+def test_the_picture(finished: tuple[Path, list[str]]) -> None:
+    """A PNG of some size."""
+    picture = (finished[0] / "timeline.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert picture.endswith(b"IEND\xaeB`\x82")
+    assert len(picture) > 5_000
+
+
+def test_the_network_loads_without_esper(finished: tuple[Path, list[str]]) -> None:
+    """A process that cannot import Esper loads the hardened network, with all its parameters, and runs it."""
+    folder = finished[0] / "network"
+    code = (
+        "import sys; sys.modules['esper'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "import torch, network\n"
+        "loaded = network.load(sys.argv[1])\n"
+        "scores = loaded(torch.rand(3, 1, 8, 8))\n"
+        "print(sum(p.numel() for p in loaded.parameters()), *scores.shape, bool(scores.isfinite().all()))\n"
+    )
+    # -I: neither PYTHONPATH nor the current folder.
+    done = subprocess.run([sys.executable, "-I", "-c", code, str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1042", "3", "10", "True"]
+
+
+@pytest.mark.slow
+def test_what_the_example_promises() -> None:
+    """Over five seeds the median test accuracy is at least 70 %, with at most 800 parameters grown."""
+    example = load_example()
+    accuracies = []
+    for rng_seed in range(5):
+        _, trainer = example.grow(rng_seed, quiet=True)
+        accuracies.append(example.test_accuracy(trainer.model.harden(), trainer))
+        assert trainer.model.grown_parameter_count <= 800
+    assert statistics.median(accuracies) >= 70, accuracies
