@@ -10,3 +10,11 @@ torch.set_num_threads(1)  # the networks here are small, and bit promises hold f
 def fresh_random_state() -> None:
     """Every test starts from the same global generator, whatever ran before it."""
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of CUDA are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

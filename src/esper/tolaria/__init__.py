@@ -2,6 +2,18 @@
 
 from esper.tolaria.engine import HostTrainer
 from esper.tolaria.fleet import HostFleet
+from esper.tolaria.governor import Governor, GovernorConfig, Panic, Symptom
 from esper.tolaria.tasks import OptimiserConfig, Task, TaskRegistry, get_task
 
-__all__ = ["HostFleet", "HostTrainer", "OptimiserConfig", "Task", "TaskRegistry", "get_task"]
+__all__ = [
+    "Governor",
+    "GovernorConfig",
+    "HostFleet",
+    "HostTrainer",
+    "OptimiserConfig",
+    "Panic",
+    "Symptom",
+    "Task",
+    "TaskRegistry",
+    "get_task",
+]

@@ -101,23 +101,23 @@ class Bank:
 
     def plant(self, env: int, style: str, rng_seed: int) -> int:
         """A new member with fresh weights, the same as a single model's seed of that number would have."""
-        member = self._free_member()
         slot = self.slot
         seed = BlueprintRegistry.build(
             slot.topology, self.blueprint, slot.width, resolution=slot.resolution, rng_seed=rng_seed
         )
         with torch.random.fork_rng(devices=[]):
             gate = BlendGate(slot.width, slot.topology)
-        self.write(member, dict(Graft(seed, gate).named_parameters()))
-        self.owners[member], self.styles[member] = env, style
-        return member
+        return self.adopt(env, style, dict(Graft(seed, gate).named_parameters()))
 
     @torch.no_grad()
-    def write(self, member: int, weights: Mapping[str, Tensor]) -> None:
-        """Set the weights of one member; its optimiser state starts anew."""
+    def adopt(self, env: int, style: str, weights: Mapping[str, Tensor]) -> int:
+        """A member with these weights; its optimiser state starts anew."""
+        member = self._free_member()
         for name, value in weights.items():
             self.weights[name][member] = value.to(device=self.device, dtype=self.dtype)
         self._optimizer().clear(member)
+        self.owners[member], self.styles[member] = env, style
+        return member
 
     @torch.no_grad()
     def free(self, member: int) -> None:
@@ -127,21 +127,24 @@ class Bank:
             tensor[member] = 0
         self._optimizer().clear(member)
 
-    def effect(self, h: Tensor, members: Tensor | None, strength: Tensor, valid: Tensor, *, detached: bool) -> Tensor:
-        """What these members (None: all, in order) add to h (E, B, …); exactly 0 where not valid."""
-        weights = {name: tensor.detach() for name, tensor in self.weights.items()} if detached else self.weights
-        style = self.style
-        if members is not None:
-            weights = {name: tensor.index_select(0, members) for name, tensor in weights.items()}
-            style = style.index_select(0, members)
-        styles = frozenset(self.styles)
-        effect: Tensor = functional_call(self.graft, weights, (h, strength, style, styles))
+    def effect(self, h: Tensor, members: Tensor, strength: Tensor, valid: Tensor, *, detached: bool) -> Tensor:
+        """What these members add to h (E, B, …); exactly 0 where not valid."""
+        weights = {
+            name: (tensor.detach() if detached else tensor).index_select(0, members)
+            for name, tensor in self.weights.items()
+        }
+        inputs = h, strength, self.style.index_select(0, members), frozenset(self.styles)
+        effect: Tensor = functional_call(self.graft, weights, inputs)
         return torch.where(per_member(valid, effect), effect, torch.zeros_like(effect))
 
-    def step(self, rate: float, warm: float) -> Tensor:
-        """Clip and step all members that train; newborns at a share of the rate. Returns the gradient norms."""
-        rates = torch.full_like(self.strength, rate).where(~self.newborn, rate * warm)
-        return self._optimizer().step(rates, self.takes_part, self.used)
+    def step(self, rates: Tensor, warm: float) -> Tensor:
+        """Clip and step all members that train, at their env's rate (envs,); newborns at a share of it.
+
+        Returns the gradient norms (M,), 0 for those that do not train.
+        """
+        own = rates.index_select(0, self.env)
+        norms = self._optimizer().step(own.where(~self.newborn, own * warm), self.takes_part, self.used).gradient
+        return norms.where(self.takes_part, 0.0)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -5,7 +5,7 @@ main rows and, where seeds are in TRAINING, one over their shadow rows; kernel l
 not on the number of hosts. Lifecycles are the same pure functions that a single model uses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,10 +26,12 @@ from esper.leyline import (
 from esper.tolaria.banks import Bank
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
+from esper.tolaria.governor import Governor, GovernorConfig, Panic
 from esper.tolaria.measure import FleetComparison, measure
 from esper.tolaria.passes import PassResult, StackedHost
 from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
 from esper.tolaria.rows import Rows
+from esper.tolaria.snapshots import SnapshotStore
 from esper.tolaria.stacked import StackedOptimizer, per_member
 from esper.tolaria.tasks import Task
 
@@ -57,6 +59,7 @@ class HostFleet:
         data_dir: Path | str | None = None,
         dtype: torch.dtype = torch.float32,
         config: LifecycleConfig | None = None,
+        governor: GovernorConfig | None = None,
     ) -> None:
         """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own."""
         if n < 1:
@@ -80,10 +83,15 @@ class HostFleet:
         self.banks: dict[tuple[str, str], Bank] = {}
         self.members: dict[tuple[int, str], int] = {}
         """Where the seed of (env, slot) stands in its bank."""
+        self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
+        """Factor on the learning rate of each row."""
+        self._norms: dict[tuple[str, str], Tensor] = {}
         self.step_index = 0
         self.losses = torch.full((n,), float("nan"))
         self._plan: tuple[Rows, Rows | None] | None = None
         self._fixed: tuple[Samples, Tensor] | None = None
+        self.governor = Governor(n, task.random_guess_loss, governor, self.device)
+        self.snapshots = SnapshotStore(self)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -124,15 +132,23 @@ class HostFleet:
             shadow_losses = row_losses(seen.output, samples.targets.index_select(0, shadow.env))
             total = total + shadow_losses.where(shadow.valid, 0.0).sum()
         total.backward()
-        self._norms = self._step(rate, warm)
+        finite, update_ratio = self._step(rate, warm)
         self._write_statistics(done)
+        variance = done.output.detach().flatten(1, -2).var(1).sum(1)
+        self.governor.observe(*(signs[: self.n] for signs in (losses.detach(), finite, variance, update_ratio)))
         return losses.detach()
 
-    def _step(self, rate: float, warm: float) -> dict[tuple[str, str], Tensor]:
-        rows = len(self._group)
-        everyone = torch.ones(rows, dtype=torch.bool, device=self.device)
-        self.optimizer.step(torch.full((rows,), rate, dtype=self.dtype, device=self.device), everyone)
-        return {key: bank.step(rate, warm) for key, bank in self.banks.items()}
+    def _step(self, rate: float, warm: float) -> tuple[Tensor, Tensor]:
+        """Step hosts and seeds. Returns, per row, whether all gradients were finite, and the host's update ratio."""
+        rates = rate * self.rate_scale
+        norms = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
+        finite = norms.gradient.isfinite()
+        for key, bank in self.banks.items():
+            self._norms[key] = bank.step(rates, warm)
+            # A seed's gradient that is not finite is its env's trouble; padding belongs to nobody and has norm 0.
+            bad = torch.zeros_like(rates).index_add(0, bank.env, (~self._norms[key].isfinite()).to(rates))
+            finite &= bad == 0
+        return finite, norms.update_ratio
 
     @torch.no_grad()
     def _write_statistics(self, done: PassResult) -> None:
@@ -157,6 +173,28 @@ class HostFleet:
         if self._fixed is None:
             self._fixed = self.batches.validation(), self.batches.calibration(self.task.calibration_size)
         return measure(self, *self._fixed)
+
+    def govern(self, found: FleetComparison) -> list[Panic]:
+        """After validation: send envs in trouble back to their snapshots, then remember all as they are."""
+        losses = torch.tensor([row.loss for row in found.main])
+        self.governor.examine(losses, self._state_finite())
+        panics = self.governor.verdicts()
+        for panic in panics:
+            self.snapshots.restore(panic.env)
+        self.snapshots.take()
+        return panics
+
+    def _state_finite(self) -> Tensor:
+        """Whether all weights and statistics of each env are finite (N,)."""
+        finite = torch.ones(len(self._group), dtype=torch.bool, device=self.device)
+        for tensor in [*self.host.weights.values(), *self.host.buffers.values()]:
+            finite &= tensor.detach().flatten(1).isfinite().all(1)
+        for bank in self.banks.values():
+            _ = self.plan  # the banks' tensors follow the structure
+            for tensor in bank.weights.values():
+                bad = (~tensor.detach().flatten(1).isfinite()).any(1)
+                finite &= torch.zeros(len(finite), device=self.device).index_add(0, bank.env, bad.float()) == 0
+        return finite[: self.n]
 
     # -- structure ----------------------------------------------------------------------------------------------------
 
@@ -241,10 +279,22 @@ class HostFleet:
         return StageChange(slot_id, before, after.stage, cause)
 
     def _replace(self, env: int, slot_id: str, after: SeedState) -> None:
-        before = self.states[env][slot_id]
-        if before.stage in LIVE_STAGES and after.stage not in LIVE_STAGES:
-            self.banks[slot_id, str(before.blueprint)].free(self.members.pop((env, slot_id)))
+        if after.stage not in LIVE_STAGES:
+            self.uproot(env, slot_id)
         self.states[env][slot_id] = after
+        self._plan = None
+
+    def uproot(self, env: int, slot_id: str) -> None:
+        """Free the seed of a slot, if it has one; the state is the caller's business."""
+        member = self.members.pop((env, slot_id), None)
+        if member is not None:
+            self.banks[slot_id, str(self.states[env][slot_id].blueprint)].free(member)
+            self._plan = None
+
+    def transplant(self, env: int, slot_id: str, state: SeedState, weights: Mapping[str, Tensor]) -> None:
+        """Put a seed of that state and weights into an empty slot."""
+        self.members[env, slot_id] = self.banks[slot_id, str(state.blueprint)].adopt(env, state.style, weights)
+        self.states[env][slot_id] = state
         self._plan = None
 
     # -- what is in it ------------------------------------------------------------------------------------------------

@@ -15,12 +15,23 @@ if TYPE_CHECKING:
 
 
 def main_rows(fleet: "HostFleet") -> Rows:
-    """One row per env: the networks themselves."""
+    """One row per env: the networks themselves. A bank whose members all wait or train costs nothing here."""
     everyone = torch.arange(fleet.optimizer.members, device=fleet.device)
     acts: dict[int, list[Act]] = {}
     for (slot_id, _), bank in fleet.banks.items():
-        acts.setdefault(fleet.places[slot_id], []).append(Act(bank, bank.env, None, bank.strength, bank.acts))
+        if acting := _acting(fleet, slot_id, bank):
+            act = _act(bank, acting, bank.strength, detached=False, pad=True)
+            acts.setdefault(fleet.places[slot_id], []).append(act)
     return Rows(everyone, (Birth(START, everyone),), acts, whole_fleet=True)
+
+
+def _acting(fleet: "HostFleet", slot_id: str, bank: Bank) -> list[tuple[int, int]]:
+    """(env, member) of the seeds that act on their main row."""
+    return [
+        (env, member)
+        for member, env in enumerate(bank.owners)
+        if env is not None and fleet.states[env][slot_id].stage in ACTIVE_STAGES
+    ]
 
 
 def shadow_rows(fleet: "HostFleet") -> Rows | None:
@@ -82,11 +93,7 @@ def _acts(
             elif extra.place == place and not extra.silent:
                 own.append((row, member))
         if main:
-            passing += [
-                (env, member)
-                for member, env in enumerate(bank.owners)
-                if env is not None and fleet.states[env][slot_id].stage in ACTIVE_STAGES
-            ]
+            passing += _acting(fleet, slot_id, bank)
         found = acts.setdefault(place, [])
         if own:
             found.append(_act(bank, own, bank.full, detached=False, pad=pad))

@@ -25,11 +25,11 @@ class Birth(NamedTuple):
 
 
 class Act(NamedTuple):
-    """A bank at its slot: entry e changes row `rows[e]` by member `members[e]` (None: members in order)."""
+    """A bank at its slot: entry e changes row `rows[e]` by member `members[e]`."""
 
     bank: Bank
     rows: Tensor
-    members: Tensor | None
+    members: Tensor
     strength: Tensor
     valid: Tensor
     detached: bool = False

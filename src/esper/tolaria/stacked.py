@@ -5,6 +5,7 @@ member that does not take part, or whose gradient is not finite, keeps its weigh
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ ADAM_EPS = 1e-8
 def per_member(values: Tensor, like: Tensor) -> Tensor:
     """(M,) reshaped to multiply (M, …)."""
     return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+class StepNorms(NamedTuple):
+    """Per member: the gradient's norm before clipping, and the update's relative to that of the weights."""
+
+    gradient: Tensor
+    update_ratio: Tensor
 
 
 class StackedOptimizer:
@@ -37,8 +45,8 @@ class StackedOptimizer:
         return len(next(iter(self.tensors.values())))
 
     @torch.no_grad()
-    def step(self, rates: Tensor, takes_part: Tensor, used: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Clip and step. Returns the gradient norms (M,) before clipping.
+    def step(self, rates: Tensor, takes_part: Tensor, used: Mapping[str, Tensor] | None = None) -> StepNorms:
+        """Clip and step.
 
         `rates` (M,), `takes_part` (M,); `used` (M,) per tensor name, for tensors that only some members have.
         """
@@ -48,13 +56,17 @@ class StackedOptimizer:
         factors = (self.config.clip_norm / (norms + CLIP_EPS)).clamp(max=1.0)
         steps = takes_part & norms.isfinite()
         self.steps += steps
+        moved, total = torch.zeros_like(norms), torch.zeros_like(norms)
         for name, gradient in gradients.items():
             tensor = self.tensors[name]
             chosen = steps if used is None or name not in used else steps & used[name]
             mask = per_member(chosen, tensor)
             clipped = gradient * per_member(factors, tensor)
-            self._update(name, tensor.detach(), clipped, per_member(rates, tensor), mask)
-        return norms
+            change = self._change(name, tensor.detach(), clipped, per_member(rates, tensor), mask)
+            total += tensor.detach().flatten(1).square().sum(1)
+            moved += change.flatten(1).square().sum(1)
+            tensor += change
+        return StepNorms(norms, moved.sqrt() / total.sqrt())
 
     def _gradient(self, name: str, used: Mapping[str, Tensor] | None) -> Tensor:
         tensor = self.tensors[name]
@@ -63,23 +75,23 @@ class StackedOptimizer:
             return gradient.where(per_member(used[name], tensor), 0.0)
         return gradient
 
-    def _update(self, name: str, tensor: Tensor, gradient: Tensor, rate: Tensor, mask: Tensor) -> None:
+    def _change(self, name: str, tensor: Tensor, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
+        """What is added to the weights, 0 for members that keep theirs; moves the state."""
         if self.config.kind == "sgd":
             momentum = self.state["momentum"][name]
             moved = self.config.momentum * momentum + gradient + self.config.weight_decay * tensor
             momentum.copy_(moved.where(mask, momentum))
-            tensor.copy_((tensor - rate * moved).where(mask, tensor))
-            return
+            return (-rate * moved).where(mask, 0.0)
         mean, square = self.state["mean"][name], self.state["square"][name]
         new_mean = mean + (1 - ADAM_BETAS[0]) * (gradient - mean)
         new_square = ADAM_BETAS[1] * square + (1 - ADAM_BETAS[1]) * gradient.square()
         # A member that never stepped divides by zero here; the mask leaves it out.
         correction1, correction2 = (1 - beta ** per_member(self.steps, tensor) for beta in ADAM_BETAS)
         denominator = new_square.sqrt() / correction2.sqrt() + ADAM_EPS
-        moved = tensor * (1 - rate * self.config.weight_decay) - rate / correction1 * new_mean / denominator
         mean.copy_(new_mean.where(mask, mean))
         square.copy_(new_square.where(mask, square))
-        tensor.copy_(moved.where(mask, tensor))
+        change = -rate * self.config.weight_decay * tensor - rate / correction1 * new_mean / denominator
+        return change.where(mask, 0.0)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -1,0 +1,132 @@
+"""The governor watches the vital signs of every host and says which of them have to go back to their last snapshot.
+
+Signs are gathered per minibatch, on the device, for all envs at once; the host reads the verdicts once per step. What
+is normal is learnt per env; limits are relative to the task's random-guess loss.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from esper.leyline import BadValueError
+
+
+class Symptom(IntEnum):
+    """What is wrong with a host; the value is its column among the signs."""
+
+    NOT_FINITE = 0
+    """Loss, gradients, weights or statistics."""
+    COLLAPSE = 1
+    """Back at the random-guess loss after having left it."""
+    DIVERGENCE = 2
+    """Loss far above normal: several minibatches running, or on the validation set."""
+    FLAT_LOGITS = 3
+    """Outputs that no longer depend on the input, after they did."""
+    RUNAWAY_UPDATE = 4
+    """One update as large as the weights themselves."""
+
+
+@dataclass(frozen=True)
+class GovernorConfig:
+    """Limits."""
+
+    sigmas: float = 6.0
+    """Divergence: standard deviations above the mean …"""
+    multiple: float = 3.0
+    """… and multiples of it."""
+    patience: int = 3
+    """Minibatches running before a divergence counts."""
+    left_guessing: float = 0.6
+    """A mean loss below this share of the random-guess loss: the host has left random guessing."""
+    guessing_band: float = 0.065
+    """Within this share of the random-guess loss: it guesses."""
+    flat_share: float = 1e-4
+    """Logit variance below this share of its mean is none."""
+    update_ratio: float = 1.0
+    """Norm of an update relative to that of the weights."""
+    memory: float = 0.95
+    """Decay of the running means, per minibatch."""
+    warmup: int = 10
+    """Minibatches before anything counts as normal."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.memory < 1.0:
+            raise BadValueError(f"memory {self.memory} is not between 0 and 1")
+        if self.patience < 1 or self.warmup < 1:
+            raise BadValueError(f"patience {self.patience} and warmup {self.warmup} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Panic:
+    """A host that was sent back to its snapshot, and why."""
+
+    env: int
+    symptoms: tuple[Symptom, ...]
+
+
+class Governor:
+    """Vital signs of N hosts, as tensors over envs."""
+
+    def __init__(
+        self,
+        n: int,
+        random_guess_loss: float,
+        config: GovernorConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config if config is not None else GovernorConfig()
+        self.guess = random_guess_loss
+        self.signs = torch.zeros(n, len(Symptom), dtype=torch.bool, device=device)
+        self._mean, self._square, self._variance = (
+            torch.zeros(n, dtype=torch.float64, device=device) for _ in range(3)
+        )
+        self._seen, self._high = (torch.zeros(n, dtype=torch.int64, device=device) for _ in range(2))
+
+    @torch.no_grad()
+    def observe(self, losses: Tensor, gradients_finite: Tensor, logit_variance: Tensor, update_ratio: Tensor) -> None:
+        """One minibatch of all envs, each (N,). No host sync."""
+        losses, logit_variance = losses.double(), logit_variance.double()
+        finite = losses.isfinite() & gradients_finite
+        known = self._seen >= self.config.warmup
+        high = known & self._is_high(losses)
+        self._high = torch.where(high, self._high + 1, 0)
+        left = known & (self._mean < self.config.left_guessing * self.guess)
+        guesses = (losses - self.guess).abs() <= self.config.guessing_band * self.guess
+        flat = known & (logit_variance <= self.config.flat_share * self._variance)
+        self._raise(Symptom.NOT_FINITE, ~finite)
+        self._raise(Symptom.COLLAPSE, left & guesses)
+        self._raise(Symptom.DIVERGENCE, self._high >= self.config.patience)
+        self._raise(Symptom.FLAT_LOGITS, flat)
+        self._raise(Symptom.RUNAWAY_UPDATE, ~(update_ratio <= self.config.update_ratio))
+        self._learn(losses, logit_variance, finite & ~high)
+
+    @torch.no_grad()
+    def examine(self, validation_losses: Tensor, state_finite: Tensor) -> None:
+        """The end of a step: losses on the validation set, and whether weights and statistics are finite, each (N,)."""
+        losses = validation_losses.to(self._mean)
+        known = self._seen >= self.config.warmup
+        self._raise(Symptom.NOT_FINITE, ~(losses.isfinite() & state_finite))
+        self._raise(Symptom.DIVERGENCE, known & self._is_high(losses) & (losses > self.guess))
+
+    def verdicts(self) -> list[Panic]:
+        """Who panics, and why. Host sync: once per step. The signs are forgotten."""
+        signs = self.signs.tolist()
+        self.signs.zero_()
+        return [Panic(env, tuple(s for s in Symptom if row[s])) for env, row in enumerate(signs) if any(row)]
+
+    def _is_high(self, losses: Tensor) -> Tensor:
+        deviation = (self._square - self._mean.square()).clamp_min(0).sqrt()
+        limit = torch.maximum(self._mean + self.config.sigmas * deviation, self.config.multiple * self._mean)
+        return losses > limit
+
+    def _raise(self, symptom: Symptom, who: Tensor) -> None:
+        self.signs[:, symptom] |= who
+
+    def _learn(self, losses: Tensor, logit_variance: Tensor, healthy: Tensor) -> None:
+        """Running means, corrected for their start: after k values each weighs as in a mean of k."""
+        weight = torch.maximum(1.0 / (self._seen + 1), torch.full_like(self._mean, 1 - self.config.memory))
+        for running, value in ((self._mean, losses), (self._square, losses.square()), (self._variance, logit_variance)):
+            running.copy_(torch.where(healthy, running + weight * (value - running), running))
+        self._seen += healthy
