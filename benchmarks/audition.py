@@ -74,10 +74,12 @@ def run_trial(task: Task, batches: Batches, rng_seed: int, plan: Plan, control: 
 def main() -> None:
     """Run all cells, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--shadow-steps", type=int, default=6)
-    parser.add_argument("--blueprints", nargs="*", default=BlueprintRegistry.names("image"))
-    parser.add_argument("--slots", nargs="*", default=list(get_task("digits_blind").slot_ids))
+    parser.add_argument("--seeds", type=int, default=5, choices=range(1, 1001), metavar="N")
+    parser.add_argument("--shadow-steps", type=int, default=6, choices=range(2, 11), metavar="2..10")
+    names = BlueprintRegistry.names("image")
+    parser.add_argument("--blueprints", nargs="+", default=names, choices=names)
+    slots = list(get_task("digits_blind").slot_ids)
+    parser.add_argument("--slots", nargs="+", default=slots, choices=slots)
     parser.add_argument("--name", default="audition", help="name of the JSON")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()

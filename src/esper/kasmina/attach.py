@@ -25,8 +25,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from esper.kasmina.body import Body, Roles
 from esper.kasmina.layers import Statistics
 from esper.kasmina.lifecycle import LifecycleConfig
-from esper.kasmina.model import MorphogeneticModel
+from esper.kasmina.model import MorphogeneticModel, check_settings
 from esper.kasmina.slot import ISOLATIONS, TOPOLOGY_OF_AXES, WIDTH_AXIS, Isolation, Role, SeedSlot
+from esper.kasmina.streams import RandomState, random_state_kept
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec, UnknownNameError
 
 NEAR_NAMES = 8
@@ -50,15 +51,23 @@ def attach(
     """
     if isolation not in ISOLATIONS:
         raise UnknownNameError("isolation", isolation, ISOLATIONS)
+    check_settings(config, budget, rng_seed)
     _check_model(model)
     _check_slots(model, slots)
     ordered = {name: slots[name] for name, _ in model.named_modules(remove_duplicate=False) if name in slots}
-    specs = None if example is None else probe(model, ordered, (example,), {})
-    body = HookedBody(model, ordered, isolation, specs)
-    return MorphogeneticModel(body, isolation=isolation, config=config, budget=budget, rng_seed=rng_seed)
+    streams = None if example is None else probe(model, ordered, (example,), {})
+    body = HookedBody(model, ordered, isolation, streams)
+    grown = MorphogeneticModel(body, isolation=isolation, config=config, budget=budget, rng_seed=rng_seed)
+    for part in (grown, body, *body.slots.modules()):
+        part.training = model.training  # what wraps a host is in its mode; its own parts keep theirs
+    return grown
 
 
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadValueError(f"attach() takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, MorphogeneticModel):
+        raise BadValueError("this model has slots already: attach() to its host, or name all slots in one call")
     if next(model.parameters(), None) is None:
         raise BadValueError(f"{type(model).__name__} has no parameters: there is nothing for a seed to grow beside")
     for name, module in model.named_modules():
@@ -71,10 +80,14 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
+    if not isinstance(slots, Mapping):
+        raise BadValueError(f'slots {slots!r} are not names with their widths, such as {{"layer2": 128}}')
     if not slots:
         raise BadValueError('attach() needs at least one slot, such as {"layer2": 128}')
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name, width in slots.items():
+        if not isinstance(name, str):
+            raise BadValueError(f"slot {name!r} is not the name of a submodule, such as 'layer2'")
         if name not in names:
             near = difflib.get_close_matches(name, names, NEAR_NAMES, cutoff=0.5)
             raise UnknownNameError("submodule", name, near or names[:NEAR_NAMES])
@@ -94,10 +107,17 @@ class _Sighting(NamedTuple):
     layers_before: int
 
 
+class Stream(NamedTuple):
+    """What passes a slot, and the name of a parameter whose dtype and device a seed there takes."""
+
+    spec: SlotSpec
+    like: str
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
 def probe(
     host: nn.Module, widths: Mapping[str, int], args: Sequence[object], kwargs: Mapping[str, Any]
-) -> dict[str, SlotSpec]:
+) -> dict[str, Stream]:
     """Learn from one forward pass what each named submodule returns; changes nothing in the host."""
     sightings: dict[str, list[_Sighting]] = {name: [] for name in widths}
     layers = 0
@@ -114,12 +134,29 @@ def probe(
 
         handles.append(host.get_submodule(name).register_forward_hook(see))
     try:
-        with torch.no_grad(), _mode(host, train=False), _random_state_kept(host):
+        with torch.no_grad(), _mode(host, train=False), random_state_kept(host):
             functional_call(host, _cloned_buffers(host), tuple(args), dict(kwargs))
     finally:
         for handle in handles:
             handle.remove()
-    return {name: _spec(name, width, sightings[name], layers) for name, width in widths.items()}
+    return {
+        name: Stream(_spec(name, width, sightings[name], layers), _like(host, sightings[name]))
+        for name, width in widths.items()
+    }
+
+
+def _like(host: nn.Module, sightings: Sequence[_Sighting]) -> str:
+    """The first parameter on the device and in the dtype of the stream: seeds go with it wherever the host is moved.
+
+    Under autocast no parameter has the dtype of the stream, and the dtype of the weights is the right one.
+    """
+    (stream,) = (sighting.output for sighting in sightings)
+    assert isinstance(stream, Tensor)
+
+    def distance(item: tuple[str, nn.Parameter]) -> tuple[bool, bool]:
+        return item[1].device != stream.device, item[1].dtype != stream.dtype
+
+    return min(host.named_parameters(), key=distance)[0]
 
 
 def _spec(name: str, width: int, sightings: list[_Sighting], layers: int) -> SlotSpec:
@@ -131,6 +168,8 @@ def _spec(name: str, width: int, sightings: list[_Sighting], layers: int) -> Slo
     h, layers_before = sightings[0]
     if not isinstance(h, Tensor):
         raise HostMismatchError(f"submodule {name!r} returns {type(h).__name__}; a slot needs one tensor")
+    if not h.is_floating_point():
+        raise HostMismatchError(f"submodule {name!r} returns {h.dtype}; a slot needs a floating-point stream")
     topology = TOPOLOGY_OF_AXES.get(h.dim())
     if topology is None:
         raise HostMismatchError(
@@ -158,15 +197,19 @@ class HookedBody(Body):
         host: nn.Module,
         widths: Mapping[str, int],
         isolation: Isolation = "shadow",
-        specs: Mapping[str, SlotSpec] | None = None,
+        streams: Mapping[str, Stream] | None = None,
     ) -> None:
-        """Without `specs`, the first main row is preceded by a probe."""
-        slots = {name: SeedSlot(name if specs is None else specs[name], isolation) for name in widths}
+        """Without `streams`, the first main row is preceded by a probe."""
+        slots = {name: SeedSlot(name, isolation) for name in widths}
         super().__init__(host, slots)
         self.slots.to(next(host.parameters()))
         self.widths = dict(widths)
-        self.probed = specs is not None
-        self._before_main: _RandomState | None = None
+        self.probed = False
+        self._likes: dict[str, str] = {}
+        self._frozen_norms: frozenset[str] = frozenset()
+        if streams is not None:
+            self._learn(streams)
+        self._before_main: RandomState | None = None
         for name, slot in slots.items():
             host.get_submodule(name).register_forward_hook(slot.hook)
 
@@ -174,6 +217,9 @@ class HookedBody(Body):
         """The host's own forward, with the slots acting behind their submodules."""
         output: Tensor = self.host(*args, **kwargs)
         return output
+
+    def like(self, slot_id: str) -> Tensor:
+        return self.host.get_parameter(self._likes[slot_id]) if slot_id in self._likes else super().like(slot_id)
 
     def call(self, train: bool, /, *args: Any, **kwargs: Any) -> Tensor:
         if not self.probed:
@@ -188,7 +234,7 @@ class HookedBody(Body):
 
     def main(self, x: Tensor, train: bool, tapped: Collection[str] = ()) -> tuple[Tensor, dict[str, Tensor]]:
         if tapped:
-            self._before_main = _RandomState.of(self)
+            self._before_main = RandomState.of(self)
         return self.call(train, x), dict.fromkeys(tapped, x.detach())
 
     def shadow(self, slot_id: str, tap: Tensor, train: bool) -> Tensor:
@@ -201,11 +247,8 @@ class HookedBody(Body):
     @torch.no_grad()
     def calibrate(self, x: Tensor, roles: Roles) -> Statistics:
         buffers = _cloned_buffers(self)
-        norms = {
-            name: module
-            for name, module in self.named_modules()
-            if isinstance(module, _NormBase) and module.running_mean is not None
-        }
+        frozen = self._norms_in_eval() if self.training else self._frozen_norms
+        norms = {name: norm for name, norm in self._norms().items() if name not in frozen}
         with self._row(roles, train=False), _keeping_last_batch(norms.values()):
             functional_call(self, buffers, (x,))
         kept = [f"{name}.{statistic}" for name in norms for statistic in ("running_mean", "running_var")]
@@ -216,15 +259,35 @@ class HookedBody(Body):
             output: Tensor = functional_call(self, _cloned_buffers(self) | (statistics or {}), (x,))
         return output
 
+    def train(self, mode: bool = True) -> "HookedBody":
+        """As for any module. On the way out of training it notes which norms the user keeps in eval mode."""
+        if self.training and not mode:
+            self._frozen_norms = self._norms_in_eval()
+        super().train(mode)
+        return self
+
+    def _norms(self) -> dict[str, _NormBase]:
+        """Layers with running statistics, by name."""
+        return {
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, _NormBase) and module.running_mean is not None
+        }
+
+    def _norms_in_eval(self) -> frozenset[str]:
+        """Norms that normalise by fixed statistics even in training: those are part of the host, not of a row."""
+        return frozenset(name for name, norm in self._norms().items() if not norm.training)
+
     @contextmanager
     def _row(self, roles: Roles, train: bool) -> Iterator[None]:
         """For one row other than the main one: roles, mode, and a random stream that the main row never sees."""
-        with self.playing(roles), _mode(self, train), _random_state_kept(self):
+        with self.playing(roles), _mode(self, train), random_state_kept(self):
             yield
 
-    def _learn(self, specs: Mapping[str, SlotSpec]) -> None:
+    def _learn(self, streams: Mapping[str, Stream]) -> None:
         for slot_id, slot in self.slot_items():
-            slot.learn(specs[slot_id])
+            slot.learn(streams[slot_id].spec)
+        self._likes = {slot_id: stream.like for slot_id, stream in streams.items()}
         self.probed = True
 
 
@@ -258,32 +321,3 @@ def _keeping_last_batch(norms: Collection[_NormBase]) -> Iterator[None]:
     finally:
         for norm, mode, momentum in before:
             norm.training, norm.momentum = mode, momentum
-
-
-class _RandomState(NamedTuple):
-    """Where the random streams stand that a module may draw from."""
-
-    cpu: Tensor
-    cuda: dict[int, Tensor]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "_RandomState":
-        return cls(torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in _cuda_devices(module)})
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for index, state in self.cuda.items():
-            torch.cuda.set_rng_state(state, index)
-
-
-@contextmanager
-def _random_state_kept(module: nn.Module) -> Iterator[None]:
-    before = _RandomState.of(module)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-def _cuda_devices(module: nn.Module) -> set[int]:
-    return {parameter.device.index for parameter in module.parameters() if parameter.device.type == "cuda"}

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from esper.kasmina.host import Host
+from esper.kasmina.host import Host, refuse_state
 from esper.kasmina.layers import Statistics, named_statistics, write_statistics
 from esper.kasmina.slot import Role, SeedSlot
 from esper.leyline import UnknownNameError
@@ -48,6 +49,10 @@ class Body(nn.Module):
         if slot_id not in found:
             raise UnknownNameError("slot", slot_id, found)
         return found[slot_id]
+
+    def like(self, slot_id: str) -> Tensor:
+        """A tensor with the dtype and device that a seed there takes."""
+        return next(self.host.parameters(), torch.empty(()))
 
     @contextmanager
     def playing(self, roles: Roles) -> Iterator[None]:
@@ -97,6 +102,7 @@ class SegmentedBody(Body):
     host: Host
 
     def __init__(self, host: Host, slots: Mapping[str, SeedSlot]) -> None:
+        refuse_state(host)
         super().__init__(host, slots)
         self._slot_after = {host.slot_index(slot_id): slot_id for slot_id in slots}
 
@@ -109,7 +115,7 @@ class SegmentedBody(Body):
             place = self.host.slot_index(born_at)
             h, first = self._pass_slot(place, h), place + 1
         for index in range(first, len(self.host.segments)):
-            h, found = self.host.segments[index](h, train)
+            h, found = self.host.run_segment(index, h, train)
             statistics |= named_statistics(f"host.segments.{index}", found)
             if self._slot_after.get(index) in tapped:
                 taps[self._slot_after[index]] = h.detach()

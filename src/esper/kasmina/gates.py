@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from esper.kasmina.blending import gate_parameters
 from esper.kasmina.blueprints.registry import BlueprintSpec
 from esper.leyline import BadValueError, GateResult, Measurement, SeedStage, SlotSpec
+from esper.leyline.numbers import require_whole
 
 if TYPE_CHECKING:
     from esper.kasmina.lifecycle import SeedState
@@ -29,8 +30,10 @@ class GateThresholds:
     """Also ask for a positive audition (G2) and contribution (G5), each beyond its own error."""
 
     def __post_init__(self) -> None:
-        if min(self.min_training_steps, self.min_holding_steps) < 0:
-            raise BadValueError(f"{self}: the least numbers of steps must be 0 or more")
+        require_whole("min_training_steps", self.min_training_steps, 0)
+        require_whole("min_holding_steps", self.min_holding_steps, 0)
+        if not isinstance(self.strict, bool):
+            raise BadValueError(f"strict {self.strict!r} is not True or False")
 
 
 def _verdict(conditions: list[tuple[bool, str]]) -> GateResult:

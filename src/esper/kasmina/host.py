@@ -5,9 +5,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.layers import Statistics, named_statistics, write_statistics
-from esper.leyline import HostMismatchError, SlotSpec, UnknownNameError
+from esper.leyline import EsperError, HostMismatchError, SlotSpec, UnknownNameError
 
 HostConfig = dict[str, int | bool | list[int]]
 """Constructor arguments of a built-in host, as JSON."""
@@ -34,6 +36,13 @@ class Host(nn.Module):
 
     def __init__(self, segments: Sequence[Segment], slots: Sequence[SlotSpec]) -> None:
         super().__init__()
+        if not segments:
+            raise HostMismatchError(f"{type(self).__name__} has no segments; a host needs at least one")
+        if wrong := [f"{index}: {type(part).__name__}" for index, part in enumerate(segments) if not _is_segment(part)]:
+            raise HostMismatchError(
+                f"segments {wrong} are no Segment: subclass esper.kasmina.Segment, whose forward(h, train) returns "
+                "(activation, statistics), or use attach() for a network of ordinary modules"
+            )
         if len(slots) != len(segments) - 1:
             raise HostMismatchError(
                 f"{len(segments)} segments have {len(segments) - 1} places between them, "
@@ -56,9 +65,23 @@ class Host(nn.Module):
         """From the input of segment `start` to the output; writes nothing."""
         statistics: Statistics = {}
         for index in range(start, len(self.segments)):
-            h, found = self.segments[index](h, train)
+            h, found = self.run_segment(index, h, train)
             statistics |= named_statistics(f"segments.{index}", found)
         return h, statistics
+
+    def run_segment(self, index: int, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        """One segment; an input that it cannot take is an error that names it."""
+        segment = self.segments[index]
+        try:
+            activation, statistics = segment(h, train)
+        except (EsperError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError) as error:
+            raise HostMismatchError(
+                f"segment {index} ({type(segment).__name__}) cannot run on what reaches it, shape {tuple(h.shape)} "
+                f"of {h.dtype}: {error}"
+            ) from error
+        return activation, statistics
 
     def config(self) -> HostConfig | None:
         """Constructor arguments, for hosts that a checkpoint can rebuild; None for others."""
@@ -70,3 +93,35 @@ class Host(nn.Module):
         if slot_id not in ids:
             raise UnknownNameError("slot", slot_id, ids)
         return ids.index(slot_id)
+
+
+def refuse_state(host: Host) -> None:
+    """Raise where a segment holds a layer that writes or draws by itself.
+
+    Segments are told by an argument whether they train, and return their statistics. A layer that goes by its own
+    mode would write in rows that must not write.
+    """
+    for index, segment in enumerate(host.segments):
+        for name, layer in segment.named_modules():
+            if trouble := _own_state(layer):
+                raise HostMismatchError(
+                    f"segments.{index}.{name} of {type(host).__name__} is a {type(layer).__name__} that {trouble}: "
+                    "use esper.kasmina.layers.BatchNorm2d, GroupNorm or LayerNorm and no dropout, "
+                    "or attach() for foreign networks"
+                )
+
+
+def _own_state(layer: nn.Module) -> str | None:
+    """What a layer of torch would do behind the caller's back."""
+    if isinstance(layer, _NormBase) and layer.running_mean is not None:
+        return "writes running statistics by itself"
+    if isinstance(layer, _DropoutNd) and layer.p > 0:
+        return "draws random numbers by itself"
+    # Recurrent layers and MultiheadAttention have dropout as a number.
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0:
+        return "draws random numbers by itself"
+    return "draws random numbers by itself" if isinstance(layer, nn.RReLU) else None
+
+
+def _is_segment(part: object) -> bool:
+    return isinstance(part, Segment)

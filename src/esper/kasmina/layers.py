@@ -5,8 +5,8 @@ A module built from these layers is an ordinary module while its weights have th
 networks side by side. Hosts and blueprints are therefore written once and serve a single network, a fleet and the
 exported model. A layer knows which of the two it is from the number of axes of its weights.
 
-Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, so that a grouped convolution and the
-norms see them without a copy; only the functions below that have `rows` in their names know this.
+Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, channels last on CUDA, so that a
+grouped convolution and the norms see them without a copy; only the functions with `rows` in their names know this.
 
 Whether a call trains is an argument of the call, and BatchNorm returns the statistics of its batch instead of writing
 them: the caller decides which rows may write (`write_statistics`).
@@ -25,9 +25,17 @@ Statistics = dict[str, Tensor]
 BATCH_NORM_MOMENTUM = 0.1
 
 
+# Axes (rows, batch, channels, height, width) in the order of memory: on CUDA a grouped convolution then sees
+# channels-last images, on the CPU contiguous ones.
+_STORED = {"cuda": (1, 3, 4, 0, 2), "cpu": (1, 0, 2, 3, 4)}
+_BACK = {"cuda": (3, 0, 4, 1, 2), "cpu": (1, 0, 2, 3, 4)}
+_ROW_AXIS = {"cuda": 3, "cpu": 1}
+
+
 def fold_rows(x: Tensor) -> Tensor:
     """(R, B, C, H, W) → (B, R·C, H, W); a view where the rows are stored that way, a copy elsewhere."""
-    return x.transpose(0, 1).flatten(1, 2)
+    folded = x.transpose(0, 1).flatten(1, 2)
+    return folded.contiguous(memory_format=torch.channels_last) if x.device.type == "cuda" else folded
 
 
 def unfold_rows(x: Tensor, rows: int) -> Tensor:
@@ -38,21 +46,27 @@ def unfold_rows(x: Tensor, rows: int) -> Tensor:
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of these numbers, in the layout that rows are stored in."""
-    return x.transpose(0, 1).index_select(1, rows).transpose(0, 1) if x.dim() == 5 else x.index_select(0, rows)
+    if x.dim() != 5:
+        return x.index_select(0, rows)
+    kind = x.device.type
+    return x.permute(_STORED[kind]).index_select(_ROW_AXIS[kind], rows).permute(_BACK[kind])
 
 
 def add_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """`x` with `values` added to the rows of these numbers; a number may occur several times."""
-    if x.dim() == 5:
-        return x.transpose(0, 1).index_add(1, rows, values.transpose(0, 1)).transpose(0, 1)
-    return x.index_add(0, rows, values)
+    if x.dim() != 5:
+        return x.index_add(0, rows, values)
+    kind = x.device.type
+    added = x.permute(_STORED[kind]).index_add(_ROW_AXIS[kind], rows, values.permute(_STORED[kind]))
+    return added.permute(_BACK[kind])
 
 
 def cat_rows(parts: Sequence[Tensor]) -> Tensor:
     """Rows behind rows."""
-    if parts[0].dim() == 5:
-        return torch.cat([part.transpose(0, 1) for part in parts], 1).transpose(0, 1)
-    return torch.cat(list(parts), 0)
+    if parts[0].dim() != 5:
+        return torch.cat(list(parts), 0)
+    kind = parts[0].device.type
+    return torch.cat([part.permute(_STORED[kind]) for part in parts], _ROW_AXIS[kind]).permute(_BACK[kind])
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:

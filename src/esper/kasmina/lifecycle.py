@@ -34,6 +34,7 @@ from esper.leyline import (
     can_transition,
     mean_of,
 )
+from esper.leyline.numbers import require_share, require_whole
 
 MEASUREMENTS_KEPT = 2
 """Gates and features use the mean of the last two measurements."""
@@ -50,12 +51,10 @@ class LifecycleConfig:
     thresholds: GateThresholds = field(default_factory=GateThresholds)
 
     def __post_init__(self) -> None:
-        if self.cooldown < 3:
-            raise BadValueError(
-                f"cooldown {self.cooldown} is below 3: PRUNED, EMBARGOED and RESETTING take a tick each"
-            )
-        if self.min_prune_age < 0:
-            raise BadValueError(f"min_prune_age {self.min_prune_age} is negative")
+        require_whole("cooldown", self.cooldown, 3, remark=": PRUNED, EMBARGOED and RESETTING take a tick each")
+        require_whole("min_prune_age", self.min_prune_age, 0)
+        if not isinstance(self.thresholds, GateThresholds):
+            raise BadValueError(f"thresholds are a {type(self.thresholds).__name__}; pass GateThresholds")
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,8 @@ def germinate(
     """A new seed in a dormant slot."""
     if style not in BLEND_STYLES:
         raise UnknownNameError("blending style", style, BLEND_STYLES)
-    if tempo < 0:
-        raise BadValueError(f"tempo {tempo} is negative; it is the number of steps of the first ramp")
-    if not 0.0 < alpha_target <= 1.0:
-        raise BadValueError(f"alpha_target {alpha_target} is not in (0, 1]")
+    require_whole("tempo", tempo, 0, remark="; it is the number of steps of the first ramp")
+    require_share("alpha_target", alpha_target)
     if state.stage is not SeedStage.DORMANT:
         alive = state.stage in LIVE_STAGES
         holder = f"holds a {state.blueprint!r} seed" if alive else f"rests for {state.cooldown} more ticks"
@@ -143,8 +140,6 @@ def sow(
     """A new seed of a registered blueprint, if it fits the slot and the budget pays for it (None: no budget)."""
     spec = BlueprintRegistry.spec(slot.topology, blueprint)
     sown = germinate(state, blueprint, style=style, tempo=tempo, alpha_target=alpha_target)
-    if problem := spec.misfit(slot.width, slot.resolution):
-        raise BadValueError(f"slot {slot.slot_id!r} cannot hold blueprint {blueprint!r}: {problem}")
     verdict = gate_germinate(state.stage, spec, slot, style, budget_left)
     if not verdict.passed:
         raise GateRefusedError(f"slot {slot.slot_id!r} may not germinate {blueprint!r}: " + "; ".join(verdict.reasons))
@@ -184,7 +179,9 @@ def enter(state: SeedState, target: SeedStage) -> SeedState:
     """Take a step of the transition table; the stage's counter starts anew."""
     if not can_transition(state.stage, target):
         raise StageError(f"slot {state.slot_id!r}: there is no step from {state.stage.name} to {target.name}")
-    return replace(state, stage=target, steps_in_stage=0)
+    entered = replace(state, stage=target, steps_in_stage=0)
+    # G5 judges a seed at the alpha that it holds: what was measured on the way there says nothing of that.
+    return replace(entered, contributions=()) if target is SeedStage.HOLDING else entered
 
 
 def fossilize(state: SeedState, config: LifecycleConfig) -> SeedState:
@@ -198,10 +195,11 @@ def set_alpha_target(state: SeedState, target: float, steps: int, curve: str = "
     """Send a held seed to another alpha; it blends on its way there."""
     if state.stage is not SeedStage.HOLDING:
         raise StageError(f"slot {state.slot_id!r} has no alpha to set in {state.stage.name}; only a HOLDING seed has")
-    if not 0.0 < target <= 1.0:
-        raise BadValueError(f"alpha target {target} is not in (0, 1]; to silence a seed, prune it")
+    require_share("alpha target", target, remark="; to silence a seed, prune it")
+    require_whole("steps", steps, 0, remark="; it is the length of the ramp")
     controller = state.controller.retarget(target, steps, curve).step()
-    return replace(enter(state, SeedStage.BLENDING), alpha_target=target, controller=controller)
+    blending = enter(state, SeedStage.BLENDING)
+    return replace(blending, alpha_target=target, controller=controller, contributions=())
 
 
 def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: str = "linear") -> SeedState:
@@ -209,8 +207,7 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
     if state.stage not in LIVE_STAGES or state.stage is SeedStage.FOSSILIZED:
         why = "a fossil is permanent" if state.stage is SeedStage.FOSSILIZED else "there is no seed in it"
         raise StageError(f"slot {state.slot_id!r} cannot be pruned in {state.stage.name}: {why}")
-    if steps < 0:
-        raise BadValueError(f"a ramp of {steps} steps is not possible")
+    require_whole("steps", steps, 0, remark="; it is the length of the ramp, 0 to cut at once")
     if curve not in ALPHA_CURVES:
         raise UnknownNameError("alpha curve", curve, ALPHA_CURVES)
     if state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age:

@@ -19,12 +19,14 @@ from esper.kasmina.slot import ISOLATIONS, Isolation, SeedSlot
 from esper.leyline import (
     LIVE_STAGES,
     BadValueError,
+    HostMismatchError,
     SeedReport,
     SeedStage,
     StageChange,
     UnknownNameError,
     derive_seed,
 )
+from esper.leyline.numbers import require_whole
 
 RECOMPILE_LIMIT = 128
 """Graphs of one compiled model: a few for each seed in its life, where torch by default gives up after eight."""
@@ -40,6 +42,32 @@ class Follower(Protocol):
         ...
 
 
+def check_settings(config: LifecycleConfig | None, budget: int | None, rng_seed: int) -> None:
+    """Raise where a model could be built from these, but not saved and loaded again."""
+    if config is not None and not isinstance(config, LifecycleConfig):
+        raise BadValueError(f"config is a {type(config).__name__}; pass a LifecycleConfig, or None for the usual one")
+    if budget is not None:
+        require_whole("budget", budget, 0, remark=": it is the number of parameters that may grow, None for any")
+    require_whole("rng_seed", rng_seed)
+
+
+def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolation) -> SegmentedBody:
+    """A host of segments with these of its slots (None: all)."""
+    if not isinstance(host, Host):
+        raise HostMismatchError(
+            f"{type(host).__name__} is no Host (segments with slots between them): "
+            'use attach(model, {"layer2": 128}) to put slots behind its submodules'
+        )
+    wanted = [spec.slot_id for spec in host.slots] if slots is None else [slots] if isinstance(slots, str) else slots
+    if len(set(wanted)) != len(wanted):
+        raise BadValueError(f"slots {list(wanted)} must each be named once")
+    specs = [host.slots[index] for index in sorted({host.slot_index(slot_id) for slot_id in wanted})]
+    like = next(host.parameters(), None)
+    if like is None:
+        raise HostMismatchError(f"{type(host).__name__} has no parameters: there is nothing for a seed to grow beside")
+    return SegmentedBody(host, {spec.slot_id: SeedSlot(spec, isolation).to(like) for spec in specs})
+
+
 class MorphogeneticModel(nn.Module):
     """A host with slots in which seeds can be grown by hand or by a controller.
 
@@ -50,7 +78,7 @@ class MorphogeneticModel(nn.Module):
     def __init__(
         self,
         host: Host | Body,
-        slots: Sequence[str] | None = None,
+        slots: Sequence[str] | str | None = None,
         *,
         isolation: Isolation = "shadow",
         config: LifecycleConfig | None = None,
@@ -61,17 +89,13 @@ class MorphogeneticModel(nn.Module):
         super().__init__()
         if isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", isolation, ISOLATIONS)
-        if isinstance(host, Body):
-            if slots is not None:
-                raise BadValueError(f"slots {list(slots)} were given with a body that has its own")
+        check_settings(config, budget, rng_seed)
+        if not isinstance(host, Body):
+            self.body: Body = _segmented(host, slots, isolation)
+        elif slots is None:
             self.body = host
         else:
-            wanted = [spec.slot_id for spec in host.slots] if slots is None else list(slots)
-            if len(set(wanted)) != len(wanted):
-                raise BadValueError(f"slots {wanted} must each be named once")
-            specs = [host.slots[index] for index in sorted({host.slot_index(slot_id) for slot_id in wanted})]
-            like = next(host.parameters())
-            self.body = SegmentedBody(host, {spec.slot_id: SeedSlot(spec, isolation).to(like) for spec in specs})
+            raise BadValueError(f"slots {list(slots)} were given with a body that has its own")
         self.isolation = isolation
         self.config = config if config is not None else LifecycleConfig()
         self.budget = budget
@@ -144,7 +168,7 @@ class MorphogeneticModel(nn.Module):
         )
         before = slot.state.stage
         rng_seed = derive_seed(self.rng_seed, slot_id, state.germinations)
-        slot.plant(state, rng_seed, like=next(self.host_parameters()))
+        slot.plant(state, rng_seed, like=self.body.like(slot_id))
         slot.train(self.training)
         return self._announce(StageChange(slot_id, before, state.stage, "germinate"))
 
@@ -170,14 +194,14 @@ class MorphogeneticModel(nn.Module):
 
     def tick(self) -> tuple[StageChange, ...]:
         """The end of a step: counters, alpha schedules, cooldowns, and what happens by itself."""
-        changes: list[StageChange] = []
-        for _, slot in self.body.slot_items():
-            state, found = lifecycle.tick(slot.state, self.config)
+        # All or nothing: every state is known before the first slot adopts its own.
+        ticked = [(slot, *lifecycle.tick(slot.state, self.config)) for _, slot in self.body.slot_items()]
+        for slot, state, _ in ticked:
             slot.settle(state)
-            changes += found
+        changes = tuple(change for _, _, found in ticked for change in found)
         if changes:
             self._notify()
-        return tuple(changes)
+        return changes
 
     def _change(self, slot_id: str, cause: str, verb: Callable[[SeedState], SeedState]) -> StageChange:
         slot = self.body.slot(slot_id)
@@ -269,6 +293,11 @@ class MorphogeneticModel(nn.Module):
 
         A model that was handed in becomes the saved one, or is left as it was by a `CheckpointError`.
         """
+        if model is not None and not isinstance(model, MorphogeneticModel):
+            raise BadValueError(
+                f"load(folder, model) takes a MorphogeneticModel, not {type(model).__name__}: "
+                "wrap the host as it was when it was saved, by MorphogeneticModel(host, slots) or attach(host, slots)"
+            )
         found = checkpoint.read(Path(folder))
         saved = found.model
         if model is None:

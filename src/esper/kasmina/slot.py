@@ -1,6 +1,6 @@
 """A slot: the place where one seed lives, and what the stream becomes when it passes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Literal, get_args
@@ -117,8 +117,8 @@ class SeedSlot(nn.Module):
                 self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
             )
             gate = make_gate(state.style, self.spec)
-        self.seed = seed.to(device=like.device, dtype=like.dtype)
-        self.gate = None if gate is None else gate.to(device=like.device, dtype=like.dtype)
+        self.seed, self.gate = seed, gate
+        self.to(device=like.device, dtype=like.dtype)
         self.settle(state)
 
     def settle(self, state: SeedState) -> None:
@@ -133,6 +133,12 @@ class SeedSlot(nn.Module):
             self._effect = "silent"
         if state.stage not in LIVE_STAGES:
             self.seed, self.gate = None, None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SeedSlot":
+        """As for any module; alpha is then set anew, as a wider dtype would keep the digits of the old one."""
+        super()._apply(fn, recurse)
+        self.alpha.fill_(self.state.alpha)
+        return self
 
     @property
     def parameter_count(self) -> int:

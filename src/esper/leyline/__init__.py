@@ -28,7 +28,7 @@ from esper.leyline.errors import (
 from esper.leyline.outcomes import EpisodeOutcome, GateResult, Measurement, StageChange, mean_of
 from esper.leyline.randomness import derive_seed
 from esper.leyline.signals import HostSignals, SeedReport
-from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, parse_slot_id, slot_id
+from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, slot_id
 from esper.leyline.stages import (
     ACTIVE_STAGES,
     COOLDOWN_STAGES,
@@ -82,7 +82,6 @@ __all__ = [
     "derive_seed",
     "head_preset",
     "mean_of",
-    "parse_slot_id",
     "relevance",
     "slot_id",
 ]

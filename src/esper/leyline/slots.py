@@ -1,6 +1,5 @@
 """Slots: the places in a host where something may grow, described without any module."""
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -10,20 +9,10 @@ from esper.leyline.errors import BadValueError, UnknownNameError
 Topology = Literal["image", "tokens", "vector"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 
-_GRID_ID = re.compile(r"r(\d+)c(\d+)")
-
 
 def slot_id(row: int, column: int) -> str:
     """`r<row>c<col>`: column = block, row 0 = before the block's pool (or where there is none), row 1 = after it."""
     return f"r{row}c{column}"
-
-
-def parse_slot_id(text: str) -> tuple[int, int]:
-    """(row, column) of an id like `r1c0`."""
-    match = _GRID_ID.fullmatch(text)
-    if match is None:
-        raise BadValueError(f"slot id {text!r} is not of the form r<row>c<col>, such as r1c0")
-    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)

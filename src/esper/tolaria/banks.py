@@ -1,10 +1,6 @@
-"""Banks: all seeds of one blueprint in one slot, over all hosts of a fleet, as stacked weights.
+"""Banks: all seeds of one blueprint in one slot, over all hosts of a fleet, as stacked weights."""
 
-A bank has room for a bucket of members, so that a birth or a death inside it changes contents and no shape. What is not
-a member is padding: it computes on some row and is masked out.
-"""
-
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +10,19 @@ from esper.kasmina.blending import BlendGate
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.lifecycle import SeedState
 from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec
-from esper.tolaria.stacked import StackedOptimizer, per_member
+from esper.tolaria.stacked import StackedOptimizer, StackedWeights, per_member
 from esper.tolaria.tasks import OptimiserConfig
 
 BUCKETS = (0, 4, 8, 16, 32, 48, 64)
 BUCKET_STEP = 32
-"""Beyond the table, capacities are multiples of this."""
+"""Beyond the table, sizes are multiples of this."""
 
 
 def bucket(count: int) -> int:
-    """The smallest capacity that holds `count`."""
-    for capacity in BUCKETS:
-        if count <= capacity:
-            return capacity
+    """The smallest size that holds `count`: a pass takes members in groups of such sizes, so that shapes recur."""
+    for size in BUCKETS:
+        if count <= size:
+            return size
     return -(-count // BUCKET_STEP) * BUCKET_STEP
 
 
@@ -50,130 +46,90 @@ class Graft(nn.Module):
 
 
 class Bank:
-    """Stacked seeds. All lists and tensors are by member."""
+    """Stacked seeds of one blueprint in one slot: a member per env, whether its seed is there or not.
+
+    Members that are not there have zero weights: they are padding, and must compute finite numbers. With a member per
+    env nothing ever moves in memory; what an edit changes is which members a pass takes (`Act`).
+    """
 
     def __init__(
-        self, slot: SlotSpec, blueprint: str, config: OptimiserConfig, *, device: torch.device, dtype: torch.dtype
+        self,
+        slot: SlotSpec,
+        blueprint: str,
+        envs: int,
+        config: OptimiserConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        self.slot, self.blueprint, self.config = slot, blueprint, config
-        self.device, self.dtype = device, dtype
-        with torch.random.fork_rng(devices=[]):
-            seed = BlueprintRegistry.build(slot.topology, blueprint, slot.width, resolution=slot.resolution)
-            self.graft = Graft(seed, BlendGate(slot.width, slot.topology)).to(device=device, dtype=dtype)
-        self.owners: list[int | None] = []
-        """The env whose seed it is, or None for padding."""
-        self.styles: list[str] = []
-        self.weights: dict[str, Tensor] = {}
-        self.optimizer: StackedOptimizer | None = None
-        self.settle({}, torch.zeros(0))
+        self.slot, self.blueprint, self.dtype, self.device = slot, blueprint, dtype, device
+        self.graft = self._fresh(None).to(device=device, dtype=dtype)
+        shapes = {name: parameter.shape for name, parameter in self.graft.named_parameters()}
+        self.weights = StackedWeights(envs, shapes, device, dtype)
+        self.optimizer = StackedOptimizer(config, self.weights)
+        self.styles: frozenset[str] = frozenset()
+        self.style = torch.zeros(envs, dtype=torch.int64, device=device)
+        self.takes_part, self.newborn = torch.zeros(2, envs, dtype=torch.bool, device=device)
+        self.strength, self.full = torch.zeros(2, envs, dtype=dtype, device=device)
+        """Strengths at the present alpha and at alpha 1."""
+        self.used = torch.zeros_like(self.weights.matrix, dtype=torch.bool)
+        """Which parameters each member has: those of a gate only where the style has one."""
 
-    @property
-    def capacity(self) -> int:
-        """Members and padding."""
-        return len(self.owners)
+    def plant(self, env: int, rng_seed: int) -> None:
+        """A seed with fresh weights, the same as a single model's seed of that number would have."""
+        self.weights.write(env, dict(self._fresh(rng_seed).named_parameters()))
+        self.optimizer.clear(env)
 
-    def settle(self, states: Mapping[int, SeedState], conductance: Tensor) -> None:
-        """Set the tensors that follow from the owners' states; `conductance` (envs,) is the slot's in each env."""
-        owned = [None if owner is None else states[owner] for owner in self.owners]
+    def free(self, env: int) -> None:
+        """The seed of an env is gone."""
+        self.weights.matrix[env] = 0
+        self.optimizer.clear(env)
 
-        def tensor(values: Iterable[float | bool | int], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=self.device)
+    def settle(self, seeds: Mapping[int, SeedState], conductance: Tensor) -> None:
+        """Set the tensors that follow from the states of its seeds by env, in place.
 
-        self.env = tensor((owner or 0 for owner in self.owners), torch.int64)
-        self.style = tensor((BLEND_STYLES.index(style) for style in self.styles), torch.int64)
-        self.acts = tensor((state is not None and state.stage in ACTIVE_STAGES for state in owned), torch.bool)
-        training = [state is not None and state.stage is SeedStage.TRAINING for state in owned]
-        self.takes_part = self.acts | tensor(training, torch.bool)
-        self.newborn = tensor(
-            (
-                trains and state is not None and not state.steps_in_stage
-                for trains, state in zip(training, owned, strict=True)
-            ),
-            torch.bool,
-        )
-        alphas = tensor((0.0 if state is None else state.alpha for state in owned), self.dtype)
-        self.full = conductance.to(alphas)[self.env] if self.owners else alphas
-        """Strength at alpha 1."""
-        self.strength = alphas * self.full
-        gated = tensor((style == "gate" for style in self.styles), torch.bool)
-        self.used = {name: gated for name in self.weights if name.startswith("gate.")}
-        """Which members have the tensors of a gate."""
-
-    def plant(self, env: int, style: str, rng_seed: int) -> int:
-        """A new member with fresh weights, the same as a single model's seed of that number would have."""
-        slot = self.slot
-        seed = BlueprintRegistry.build(
-            slot.topology, self.blueprint, slot.width, resolution=slot.resolution, rng_seed=rng_seed
-        )
-        with torch.random.fork_rng(devices=[]):
-            gate = BlendGate(slot.width, slot.topology)
-        return self.adopt(env, style, dict(Graft(seed, gate).named_parameters()))
-
-    @torch.no_grad()
-    def adopt(self, env: int, style: str, weights: Mapping[str, Tensor]) -> int:
-        """A member with these weights; its optimiser state starts anew."""
-        member = self._free_member()
-        for name, value in weights.items():
-            self.weights[name][member] = value.to(device=self.device, dtype=self.dtype)
-        self._optimizer().clear(member)
-        self.owners[member], self.styles[member] = env, style
-        return member
-
-    @torch.no_grad()
-    def free(self, member: int) -> None:
-        """A seed is gone. Its weights become zero: padding must compute finite numbers."""
-        self.owners[member], self.styles[member] = None, "add"
-        for tensor in self.weights.values():
-            tensor[member] = 0
-        self._optimizer().clear(member)
+        `conductance` (envs,) is how much of the slot's effect each host lets through.
+        """
+        states = [seeds.get(env) for env in range(len(self.weights))]
+        styles = ["add" if state is None else state.style for state in states]
+        self.styles = frozenset(styles)
+        trains = [state is not None and state.stage is SeedStage.TRAINING for state in states]
+        acts = [state is not None and state.stage in ACTIVE_STAGES for state in states]
+        young = [state is not None and state.steps_in_stage == 0 for state in states]
+        self.style.copy_(torch.tensor([BLEND_STYLES.index(style) for style in styles]))
+        self.takes_part.copy_(torch.tensor([t or a for t, a in zip(trains, acts, strict=True)]))
+        self.newborn.copy_(torch.tensor([t and y for t, y in zip(trains, young, strict=True)]))
+        self.full.copy_(conductance)
+        alphas = torch.tensor([0.0 if state is None else state.alpha for state in states], dtype=self.dtype)
+        self.strength.copy_(alphas.to(self.device) * self.full)
+        self.used.fill_(True)
+        gated = torch.tensor([style == "gate" for style in styles], device=self.device)
+        for name, columns in self.weights.columns.items():
+            if name.startswith("gate."):
+                self.used[:, columns] = gated[:, None]
 
     def effect(self, h: Tensor, members: Tensor, strength: Tensor, valid: Tensor, *, detached: bool) -> Tensor:
         """What these members add to h (E, B, …); exactly 0 where not valid."""
         weights = {
-            name: (tensor.detach() if detached else tensor).index_select(0, members)
-            for name, tensor in self.weights.items()
+            name: (leaf.detach() if detached else leaf).index_select(0, members).to(h.dtype)
+            for name, leaf in self.weights.leaves.items()
         }
-        inputs = h, strength, self.style.index_select(0, members), frozenset(self.styles)
+        inputs = h, strength, self.style.index_select(0, members), self.styles
         effect: Tensor = functional_call(self.graft, weights, inputs)
-        return torch.where(per_member(valid, effect), effect, torch.zeros_like(effect))
+        return torch.where(per_member(valid, effect), effect, 0.0)
 
-    def step(self, rates: Tensor, warm: float) -> Tensor:
-        """Clip and step all members that train, at their env's rate (envs,); newborns at a share of it.
+    def step(self, rates: Tensor, warm: Tensor) -> Tensor:
+        """Clip and step all seeds that train, at their env's rate (envs,); newborns at the share `warm` of it.
 
-        Returns the gradient norms (M,), 0 for those that do not train.
+        Returns the gradient norms (envs,), 0 for those that do not train.
         """
-        own = rates.index_select(0, self.env)
-        norms = self._optimizer().step(own.where(~self.newborn, own * warm), self.takes_part, self.used).gradient
-        return norms.where(self.takes_part, 0.0)
+        rates = rates.where(~self.newborn, rates * warm)
+        return self.optimizer.step(rates, self.takes_part, self.used).gradient.where(self.takes_part, 0.0)
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self._optimizer().zero_grad()
-
-    def _optimizer(self) -> StackedOptimizer:
-        assert self.optimizer is not None, "an empty bank has no optimiser"
-        return self.optimizer
-
-    def _free_member(self) -> int:
-        if None not in self.owners:
-            self._grow(bucket(self.capacity + 1))
-        return self.owners.index(None)
-
-    def _grow(self, capacity: int) -> None:
-        """The next bucket: weights and optimiser state move, padding is zero."""
-        old, before = self.optimizer, self.capacity
-        weights = {}
-        for name, parameter in self.graft.named_parameters():
-            room = torch.zeros(capacity, *parameter.shape, device=self.device, dtype=self.dtype)
-            if before:
-                room[:before] = self.weights[name].detach()
-            weights[name] = room.requires_grad_()
-        self.weights = weights
-        self.owners += [None] * (capacity - before)
-        self.styles += ["add"] * (capacity - before)
-        self.optimizer = StackedOptimizer(self.config, weights)
-        if old is not None:
-            self.optimizer.steps[:before] = old.steps
-            for kind, tensors in old.state.items():
-                for name, tensor in tensors.items():
-                    self.optimizer.state[kind][name][:before] = tensor
+    def _fresh(self, rng_seed: int | None) -> Graft:
+        slot = self.slot
+        with torch.random.fork_rng(devices=[]):
+            seed = BlueprintRegistry.build(
+                slot.topology, self.blueprint, slot.width, resolution=slot.resolution, rng_seed=rng_seed
+            )
+            return Graft(seed, BlendGate(slot.width, slot.topology))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from esper.kasmina import LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM
 from esper.leyline import (
+    ACTIVE_STAGES,
     LIVE_STAGES,
     BadValueError,
     SeedReport,
@@ -27,10 +28,11 @@ from esper.tolaria.banks import Bank
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic
+from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.measure import FleetComparison, measure
 from esper.tolaria.passes import PassResult, StackedHost
 from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
-from esper.tolaria.rows import Rows
+from esper.tolaria.rows import Plan, Rows
 from esper.tolaria.snapshots import SnapshotStore
 from esper.tolaria.stacked import StackedOptimizer, per_member
 from esper.tolaria.tasks import Task
@@ -41,7 +43,8 @@ LEAST_ROWS = 2
 
 def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy per row: (R, B, …, classes) against (R, B, …) → (R,)."""
-    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    flat = logits.flatten(0, -2)
+    losses = F.cross_entropy(flat.float() if flat.dtype.itemsize < 4 else flat, targets.flatten(), reduction="none")
     return losses.view(len(logits), -1).mean(1)
 
 
@@ -58,10 +61,16 @@ class HostFleet:
         batches: Batches | None = None,
         data_dir: Path | str | None = None,
         dtype: torch.dtype = torch.float32,
+        compute: torch.dtype | None = None,
         config: LifecycleConfig | None = None,
         governor: GovernorConfig | None = None,
+        graphs: bool = True,
     ) -> None:
-        """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own."""
+        """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own.
+
+        Weights and statistics are kept in `dtype`; `compute` (default the same) is that of streams and products.
+        On CUDA minibatches are replayed as `graphs`.
+        """
         if n < 1:
             raise BadValueError(f"a fleet of {n} hosts: it needs at least 1")
         self.seeds = list(range(n)) if seeds is None else list(seeds)
@@ -72,7 +81,7 @@ class HostFleet:
         self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
         padded = self.seeds + self.seeds[:1] * (LEAST_ROWS - n)
         made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
-        self.host = StackedHost([made[seed] for seed in padded], self.device, dtype)
+        self.host = StackedHost([made[seed] for seed in padded], self.device, dtype, compute or dtype)
         self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
         groups = list(dict.fromkeys(padded))
         self._group = torch.tensor([groups.index(seed) for seed in padded], device=self.device)
@@ -81,17 +90,16 @@ class HostFleet:
         self.places = {slot_id: self.host.skeleton.slot_index(slot_id) for slot_id in self.slots}
         self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(n)]
         self.banks: dict[tuple[str, str], Bank] = {}
-        self.members: dict[tuple[int, str], int] = {}
-        """Where the seed of (env, slot) stands in its bank."""
         self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
         """Factor on the learning rate of each row."""
         self._norms: dict[tuple[str, str], Tensor] = {}
         self.step_index = 0
         self.losses = torch.full((n,), float("nan"))
-        self._plan: tuple[Rows, Rows | None] | None = None
+        self._plan: Plan | None = None
         self._fixed: tuple[Samples, Tensor] | None = None
         self.governor = Governor(n, task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
+        self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -113,42 +121,55 @@ class HostFleet:
     def draw(self, index: int) -> Samples:
         """The minibatch of that number for every row: inputs (R, B, …), targets (R, B, …)."""
         inputs, targets = self.batches.minibatches(self._order_seeds, index)
-        inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        inputs = inputs.to(self.host.compute) if inputs.is_floating_point() else inputs
         return Samples(inputs[self._group], targets[self._group])
 
     def train_minibatch(self, samples: Samples, rate: float, warm: float = 1.0) -> Tensor:
         """One step of every host and seed; returns the losses of the main rows (R,). `warm` scales newborns' rate."""
-        main, shadow = self.plan
-        self.optimizer.zero_grad()
-        for bank in self.banks.values():
-            bank.zero_grad()
+        if self.graphs is not None:
+            return self.graphs.run(samples, rate, warm)
+        rates = (torch.tensor(value, dtype=self.dtype, device=self.device) for value in (rate, warm))
+        return self.run_minibatch(self.plan, samples, *rates)
+
+    def run_minibatch(self, plan: Plan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
+        """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
+        main, shadow = plan
+        for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
+            weights.zero_grad()
+        inputs, targets = samples
         tapped = () if shadow is None else {birth.place for birth in shadow.births}
-        done = self.host.run(main, samples.inputs, train=True, tapped=tapped)
-        losses = row_losses(done.output, samples.targets)
+        done = self.host.run(main, inputs, train=True, tapped=tapped)
+        losses = row_losses(done.output, targets)
         total = losses.sum()
         if shadow is not None:
             assert shadow.valid is not None
             seen = self.host.run(shadow, None, train=True, streams=done.taps)
-            shadow_losses = row_losses(seen.output, samples.targets.index_select(0, shadow.env))
+            shadow_losses = row_losses(seen.output, targets.index_select(0, shadow.env))
             total = total + shadow_losses.where(shadow.valid, 0.0).sum()
         total.backward()
         finite, update_ratio = self._step(rate, warm)
         self._write_statistics(done)
-        variance = done.output.detach().flatten(1, -2).var(1).sum(1)
+        variance = done.output.detach().to(self.dtype).flatten(1, -2).var(1).sum(1)
         self.governor.observe(*(signs[: self.n] for signs in (losses.detach(), finite, variance, update_ratio)))
         return losses.detach()
 
-    def _step(self, rate: float, warm: float) -> tuple[Tensor, Tensor]:
+    def _step(self, rate: Tensor, warm: Tensor) -> tuple[Tensor, Tensor]:
         """Step hosts and seeds. Returns, per row, whether all gradients were finite, and the host's update ratio."""
         rates = rate * self.rate_scale
         norms = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
         finite = norms.gradient.isfinite()
-        for key, bank in self.banks.items():
-            self._norms[key] = bank.step(rates, warm)
-            # A seed's gradient that is not finite is its env's trouble; padding belongs to nobody and has norm 0.
-            bad = torch.zeros_like(rates).index_add(0, bank.env, (~self._norms[key].isfinite()).to(rates))
-            finite &= bad == 0
+        for key in self.busy_banks():
+            self._norms[key] = self.banks[key].step(rates, warm)
+            finite = finite & self._norms[key].isfinite()
         return finite, norms.update_ratio
+
+    def norms(self) -> dict[tuple[str, str], Tensor]:
+        """Gradient norms of the last minibatch by bank (envs,)."""
+        return dict(self._norms)
+
+    def keep_norms(self, norms: Mapping[tuple[str, str], Tensor]) -> None:
+        """These are the norms of the last minibatch."""
+        self._norms = dict(norms)
 
     @torch.no_grad()
     def _write_statistics(self, done: PassResult) -> None:
@@ -162,11 +183,11 @@ class HostFleet:
     def _note_gradients(self) -> None:
         # Host sync: once per step.
         norms = {key: tensor.tolist() for key, tensor in self._norms.items()}
-        for (env, slot_id), member in self.members.items():
-            state = self.states[env][slot_id]
-            if state.stage is not SeedStage.GERMINATED:
-                norm = norms[slot_id, str(state.blueprint)][member]
-                self.states[env][slot_id] = lifecycle.record_gradient(state, norm)
+        for env, states in enumerate(self.states):
+            for slot_id, state in states.items():
+                if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES:
+                    norm = norms[slot_id, str(state.blueprint)][env]
+                    states[slot_id] = lifecycle.record_gradient(state, norm)
 
     def validate(self) -> FleetComparison:
         """Main rows, auditions and contributions on the validation set; noted in the seeds' states."""
@@ -186,27 +207,36 @@ class HostFleet:
 
     def _state_finite(self) -> Tensor:
         """Whether all weights and statistics of each env are finite (N,)."""
-        finite = torch.ones(len(self._group), dtype=torch.bool, device=self.device)
-        for tensor in [*self.host.weights.values(), *self.host.buffers.values()]:
-            finite &= tensor.detach().flatten(1).isfinite().all(1)
-        for bank in self.banks.values():
-            _ = self.plan  # the banks' tensors follow the structure
-            for tensor in bank.weights.values():
-                bad = (~tensor.detach().flatten(1).isfinite()).any(1)
-                finite &= torch.zeros(len(finite), device=self.device).index_add(0, bank.env, bad.float()) == 0
-        return finite[: self.n]
+        stacked = [self.host.weights.matrix, *self.host.buffers.values()]
+        stacked += [bank.weights.matrix for bank in self.banks.values()]
+        finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked])
+        return finite.all(0)[: self.n]
 
     # -- structure ----------------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> tuple[Rows, Rows | None]:
+    def plan(self) -> Plan:
         """Main rows and shadow rows as the structure is now."""
         if self._plan is None:
-            for (slot_id, _), bank in self.banks.items():
-                states = {env: self.states[env][slot_id] for env in bank.owners if env is not None}
-                bank.settle(states, self.host.buffers["conductance"][:, self.places[slot_id]])
+            for (slot_id, blueprint), bank in self.banks.items():
+                seeds = {
+                    env: states[slot_id]
+                    for env, states in enumerate(self.states)
+                    if states[slot_id].blueprint == blueprint
+                }
+                bank.settle(seeds, self.host.buffers["conductance"][:, self.places[slot_id]])
             self._plan = main_rows(self), shadow_rows(self)
         return self._plan
+
+    def busy_banks(self) -> list[tuple[str, str]]:
+        """Banks with a seed that trains or acts."""
+        busy = {
+            (slot_id, str(state.blueprint))
+            for states in self.states
+            for slot_id, state in states.items()
+            if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES
+        }
+        return [key for key in self.banks if key in busy]
 
     def evaluation_rows(self) -> tuple[Rows, list[tuple[int, str]]]:
         """Main rows with a shadow row per TRAINING seed and an ablation row per acting one, and whose these are."""
@@ -222,11 +252,8 @@ class HostFleet:
         sown = lifecycle.sow(
             state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
-        key = slot_id, blueprint
-        if key not in self.banks:
-            self.banks[key] = Bank(slot, blueprint, self.task.optimiser, device=self.device, dtype=self.dtype)
         rng_seed = derive_seed(derive_seed(self.seeds[env], "seeds"), slot_id, sown.germinations)
-        self.members[env, slot_id] = self.banks[key].plant(env, style, rng_seed)
+        self._bank(slot_id, blueprint).plant(env, rng_seed)
         return self._settle(env, slot_id, sown, "germinate")
 
     def advance(self, env: int, slot_id: str) -> StageChange:
@@ -286,16 +313,24 @@ class HostFleet:
 
     def uproot(self, env: int, slot_id: str) -> None:
         """Free the seed of a slot, if it has one; the state is the caller's business."""
-        member = self.members.pop((env, slot_id), None)
-        if member is not None:
-            self.banks[slot_id, str(self.states[env][slot_id].blueprint)].free(member)
-            self._plan = None
-
-    def transplant(self, env: int, slot_id: str, state: SeedState, weights: Mapping[str, Tensor]) -> None:
-        """Put a seed of that state and weights into an empty slot."""
-        self.members[env, slot_id] = self.banks[slot_id, str(state.blueprint)].adopt(env, state.style, weights)
-        self.states[env][slot_id] = state
+        blueprint = self.states[env][slot_id].blueprint
+        if blueprint is not None:
+            self._bank(slot_id, blueprint).free(env)
         self._plan = None
+
+    def adopt(self, env: int, states: Mapping[str, SeedState]) -> None:
+        """These are the states of an env from now on; its weights and its seeds' are the caller's business."""
+        self.states[env] = dict(states)
+        self._plan = None
+
+    def _bank(self, slot_id: str, blueprint: str) -> Bank:
+        key = slot_id, blueprint
+        if key not in self.banks:
+            config, members = self.task.optimiser, len(self.host.weights)
+            self.banks[key] = Bank(
+                self.slots[slot_id], blueprint, members, config, device=self.device, dtype=self.dtype
+            )
+        return self.banks[key]
 
     # -- what is in it ------------------------------------------------------------------------------------------------
 
@@ -320,8 +355,7 @@ class HostFleet:
         self._state(env, next(iter(self.slots)))
         host = self.task.build_host().to(device=self.device, dtype=self.dtype)
         for name, tensor in [*host.named_parameters(), *host.named_buffers()]:
-            source = self.host.weights if name in self.host.weights else self.host.buffers
-            tensor.copy_(source[name][env])
+            tensor.copy_((self.host.weights.leaves | self.host.buffers)[name][env])
         model = MorphogeneticModel(
             host,
             list(self.slots),
@@ -335,9 +369,9 @@ class HostFleet:
                 slot.settle(state)
                 continue
             slot.plant(state, 0, like=next(host.parameters()))
-            weights = self.banks[slot_id, state.blueprint].weights
+            leaves = self._bank(slot_id, state.blueprint).weights.leaves
             for name, parameter in slot.named_parameters():
-                parameter.copy_(weights[name][self.members[env, slot_id]])
+                parameter.copy_(leaves[name][env])
         return model
 
 

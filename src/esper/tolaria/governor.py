@@ -91,7 +91,7 @@ class Governor:
         finite = losses.isfinite() & gradients_finite
         known = self._seen >= self.config.warmup
         high = known & self._is_high(losses)
-        self._high = torch.where(high, self._high + 1, 0)
+        self._high.copy_(torch.where(high, self._high + 1, 0))
         left = known & (self._mean < self.config.left_guessing * self.guess)
         guesses = (losses - self.guess).abs() <= self.config.guessing_band * self.guess
         flat = known & (logit_variance <= self.config.flat_share * self._variance)

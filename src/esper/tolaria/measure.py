@@ -37,7 +37,7 @@ def score_rows(
     born_first = len(rows.births[0].parents)
 
     def spread(x: Tensor) -> Tensor:
-        x = x.to(fleet.dtype) if x.is_floating_point() else x
+        x = x.to(fleet.host.compute) if x.is_floating_point() else x
         return x.expand(born_first, *x.shape)
 
     statistics: list[Statistics] | None = None
@@ -47,7 +47,7 @@ def score_rows(
     for inputs, targets in zip(samples.inputs.split(chunk), samples.targets.split(chunk), strict=True):
         logits = fleet.host.run(rows, spread(inputs), train=False, statistics=statistics).output
         wanted = targets.expand(len(logits), *targets.shape)
-        loss = F.cross_entropy(logits.flatten(0, -2), wanted.flatten(), reduction="none")
+        loss = F.cross_entropy(logits.flatten(0, -2).to(fleet.dtype), wanted.flatten(), reduction="none")
         losses.append(loss.view(len(logits), -1))
         correct.append((logits.argmax(-1) == wanted).flatten(1))
     return [RowScore(*row) for row in zip(torch.cat(correct, 1), torch.cat(losses, 1), strict=True)]

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from esper.kasmina.host import Host
-from esper.kasmina.layers import Statistics, add_rows, cat_rows, take_rows
+from esper.kasmina.layers import BatchNorm2d, Statistics, add_rows, cat_rows, take_rows
 from esper.tolaria.rows import START, Rows
+from esper.tolaria.stacked import StackedWeights
 
 
 class PassResult(NamedTuple):
@@ -21,28 +22,39 @@ class PassResult(NamedTuple):
 
 
 class StackedHost:
-    """Hosts of one shape with weights stacked over envs, each tensor a leaf (envs, …)."""
+    """Hosts of one shape with weights stacked over envs."""
 
-    def __init__(self, hosts: list[Host], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, hosts: list[Host], device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
+        """`dtype` is that of the weights and statistics, `compute` that of streams and products."""
         self.skeleton = hosts[0].to(device=device, dtype=dtype)
-        parameters, buffers = dict(self.skeleton.named_parameters()), dict(self.skeleton.named_buffers())
-        sources = [dict(host.named_parameters()) | dict(host.named_buffers()) for host in hosts]
-
-        def stacked(name: str) -> Tensor:
-            return torch.stack([source[name].detach().to(device=device, dtype=dtype) for source in sources])
-
-        self.weights = {name: stacked(name).requires_grad_() for name in parameters}
-        self.buffers = {name: stacked(name) for name in buffers}
+        self.compute = compute
+        shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
+        self.weights = StackedWeights(len(hosts), shapes, device, dtype)
+        for env, host in enumerate(hosts):
+            self.weights.write(env, dict(host.named_parameters()))
+        sources = [dict(host.named_buffers()) for host in hosts]
+        self.buffers = {
+            name: torch.stack([source[name].detach().to(device=device, dtype=dtype) for source in sources])
+            for name in sources[0]
+        }
+        # Normalisation over the batch keeps its affine part and its statistics in full precision.
+        self._full_precision = {
+            f"{name}.{kind}"
+            for name, module in self.skeleton.named_modules()
+            if isinstance(module, BatchNorm2d)
+            for kind in ("weight", "bias", "running_mean", "running_var")
+        }
 
     def segment_state(self, index: int, rows: Rows, present: int) -> dict[str, Tensor]:
         """Weights and buffers of one segment for the rows that are there."""
         prefix = f"segments.{index}."
-        named = {**self.weights, **self.buffers}
-        state = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
-        if rows.whole_fleet:
-            return state
-        env = rows.env[:present]
-        return {name: tensor.detach().index_select(0, env) for name, tensor in state.items()}
+        state = {}
+        for name, tensor in (self.weights.leaves | self.buffers).items():
+            if name.startswith(prefix):
+                chosen = tensor if rows.whole_fleet else tensor.detach().index_select(0, rows.env[:present])
+                dtype = tensor.dtype if name in self._full_precision else self.compute
+                state[name.removeprefix(prefix)] = chosen.to(dtype)
+        return state
 
     def run(
         self,

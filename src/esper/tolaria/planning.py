@@ -1,11 +1,12 @@
 """From the structure of a fleet to the rows of its passes."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from esper.kasmina import SeedState
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria.banks import Bank, bucket
 from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
@@ -13,25 +14,19 @@ from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
+Entry = tuple[int, int]
+"""(row, env of the member)"""
+
 
 def main_rows(fleet: "HostFleet") -> Rows:
-    """One row per env: the networks themselves. A bank whose members all wait or train costs nothing here."""
-    everyone = torch.arange(fleet.optimizer.members, device=fleet.device)
+    """One row per env: the networks themselves. A bank whose seeds all wait or train costs nothing here."""
+    everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     acts: dict[int, list[Act]] = {}
     for (slot_id, _), bank in fleet.banks.items():
         if acting := _acting(fleet, slot_id, bank):
             act = _act(bank, acting, bank.strength, detached=False, pad=True)
             acts.setdefault(fleet.places[slot_id], []).append(act)
     return Rows(everyone, (Birth(START, everyone),), acts, whole_fleet=True)
-
-
-def _acting(fleet: "HostFleet", slot_id: str, bank: Bank) -> list[tuple[int, int]]:
-    """(env, member) of the seeds that act on their main row."""
-    return [
-        (env, member)
-        for member, env in enumerate(bank.owners)
-        if env is not None and fleet.states[env][slot_id].stage in ACTIVE_STAGES
-    ]
 
 
 def shadow_rows(fleet: "HostFleet") -> Rows | None:
@@ -75,23 +70,33 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
     ]
 
 
+def _acting(fleet: "HostFleet", slot_id: str, bank: Bank) -> list[Entry]:
+    """The main rows that seeds of this bank act on."""
+    return [(env, env) for env, states in enumerate(fleet.states) if _acts_here(states[slot_id], bank)]
+
+
+def _acts_here(state: SeedState, bank: Bank) -> bool:
+    return state.blueprint == bank.blueprint and state.stage in ACTIVE_STAGES
+
+
 def _acts(
-    fleet: "HostFleet", extras: Iterable[Extra | None], *, first_row: int, main: bool, pad: bool
+    fleet: "HostFleet", extras: Sequence[Extra | None], *, first_row: int, main: bool, pad: bool
 ) -> dict[int, list[Act]]:
     """What every bank does to the main rows, if they are in this pass, and to the extra ones from `first_row` on."""
     acts: dict[int, list[Act]] = {}
     numbered = [(first_row + number, extra) for number, extra in enumerate(extras) if extra is not None]
     for (slot_id, blueprint), bank in fleet.banks.items():
         place = fleet.places[slot_id]
-        own, passing = [], []
-        for row, extra in numbered:
-            if extra.place > place or fleet.states[extra.env][slot_id].blueprint != blueprint:
-                continue
-            member = fleet.members[extra.env, slot_id]
-            if extra.place < place and fleet.states[extra.env][slot_id].stage in ACTIVE_STAGES:
-                passing.append((row, member))
-            elif extra.place == place and not extra.silent:
-                own.append((row, member))
+        own = [
+            (row, extra.env)
+            for row, extra in numbered
+            if extra.place == place and not extra.silent and fleet.states[extra.env][slot_id].blueprint == blueprint
+        ]
+        passing = [
+            (row, extra.env)
+            for row, extra in numbered
+            if extra.place < place and _acts_here(fleet.states[extra.env][slot_id], bank)
+        ]
         if main:
             passing += _acting(fleet, slot_id, bank)
         found = acts.setdefault(place, [])
@@ -102,8 +107,8 @@ def _acts(
     return acts
 
 
-def _act(bank: Bank, entries: list[tuple[int, int]], strength: Tensor, *, detached: bool, pad: bool) -> Act:
-    """Entries (row, member), padded to a bucket by copies of nothing in particular."""
+def _act(bank: Bank, entries: list[Entry], strength: Tensor, *, detached: bool, pad: bool) -> Act:
+    """Entries, padded to a bucket by copies of the first that are not valid."""
     missing = bucket(len(entries)) - len(entries) if pad else 0
     rows, members = (indices(column, bank.device) for column in zip(*entries, *[entries[0]] * missing, strict=True))
     valid = torch.arange(len(rows), device=bank.device) < len(entries)

@@ -52,6 +52,10 @@ class Rows:
         return len(self.env)
 
 
+Plan = tuple[Rows, Rows | None]
+"""Main rows and shadow rows of a training minibatch."""
+
+
 class Extra(NamedTuple):
     """A row beside the main ones: it differs from its env's main row at one slot, and is born there."""
 

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import SeedState
-from esper.leyline import LIVE_STAGES
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
-
-BankKey = tuple[str, str]
 
 
 class SnapshotStore:
@@ -20,8 +17,6 @@ class SnapshotStore:
     def __init__(self, fleet: "HostFleet") -> None:
         self.fleet = fleet
         self._tensors: dict[str, Tensor] = {}
-        self._banks: dict[BankKey, dict[str, Tensor]] = {}
-        self._members: dict[tuple[int, str], int] = {}
         self._states: list[dict[str, SeedState]] = []
         self.take()
 
@@ -29,10 +24,11 @@ class SnapshotStore:
     def take(self) -> None:
         """Remember every env as it is. Host sync: once per step, for the copies to arrive."""
         fleet = self.fleet
-        self._copy(self._tensors, {**fleet.host.weights, **fleet.host.buffers})
-        for key, bank in fleet.banks.items():
-            self._copy(self._banks.setdefault(key, {}), bank.weights)
-        self._members = dict(fleet.members)
+        pinned = fleet.device.type == "cuda"
+        for name, tensor in self._sources().items():
+            if name not in self._tensors:  # pinned, so that the copies can overlap
+                self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._tensors[name].copy_(tensor, non_blocking=pinned)
         self._states = [dict(states) for states in fleet.states]
         if fleet.device.type == "cuda":
             torch.cuda.current_stream(fleet.device).synchronize()
@@ -40,28 +36,20 @@ class SnapshotStore:
     @torch.no_grad()
     def restore(self, env: int) -> None:
         """Put one env back: weights, statistics, structure, states. Its optimiser state starts anew."""
-        fleet = self.fleet
-        for name, tensor in {**fleet.host.weights, **fleet.host.buffers}.items():
-            tensor[env] = self._tensors[name][env].to(fleet.device, non_blocking=True)
-        fleet.optimizer.clear(env)
-        for slot_id, state in self._states[env].items():
+        fleet, before = self.fleet, self._states[env]
+        for slot_id in before:
             fleet.uproot(env, slot_id)
-            if state.stage in LIVE_STAGES:
-                member = self._members[env, slot_id]
-                stored = self._banks[slot_id, str(state.blueprint)]
-                fleet.transplant(env, slot_id, state, {name: tensor[member] for name, tensor in stored.items()})
-            else:
-                fleet.states[env][slot_id] = state
+        for name, tensor in self._sources().items():
+            # A bank that is younger than the snapshot had no seed then.
+            tensor[env] = self._tensors[name][env].to(fleet.device, non_blocking=True) if name in self._tensors else 0
+        fleet.optimizer.clear(env)
+        fleet.adopt(env, before)
 
     def bytes(self) -> int:
         """Host memory in use."""
-        tensors = [*self._tensors.values(), *(t for bank in self._banks.values() for t in bank.values())]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
-    def _copy(self, store: dict[str, Tensor], source: dict[str, Tensor]) -> None:
-        """Into memory that is there already, unless a bank has outgrown it. Pinned, so that the copies can overlap."""
-        pinned = self.fleet.device.type == "cuda"
-        for name, tensor in source.items():
-            if name not in store or store[name].shape != tensor.shape:
-                store[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            store[name].copy_(tensor.detach(), non_blocking=pinned)
+    def _sources(self) -> dict[str, Tensor]:
+        """Everything that is remembered, each (envs, …)."""
+        banks = {f"bank {slot_id} {name}": bank.weights.matrix for (slot_id, name), bank in self.fleet.banks.items()}
+        return {"host": self.fleet.host.weights.matrix, **self.fleet.host.buffers, **banks}

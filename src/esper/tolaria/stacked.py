@@ -1,14 +1,15 @@
-"""Optimisers over stacked networks: every tensor carries a leading member axis, and so does everything about it.
+"""Stacked networks and their optimisers: every tensor carries a leading member axis, and so does everything about it.
 
-Equal to `torch.optim.SGD` and `AdamW` per member. Clipping, rates, step counts and who takes part are per member too; a
-member that does not take part, or whose gradient is not finite, keeps its weights and its state.
+All tensors of a network lie side by side in one matrix (members, parameters), so an optimiser step is a dozen kernels
+whatever the network. Equal to `torch.optim.SGD` and `AdamW` per member. Clipping, rates, step counts and who takes part
+are per member too; a member that does not take part, or whose gradient is not finite, keeps its weights and its state.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from esper.kasmina.optimiser import CLIP_EPS
 from esper.tolaria.tasks import OptimiserConfig
@@ -22,6 +23,40 @@ def per_member(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.dim() - 1))
 
 
+class StackedWeights:
+    """The parameters of M networks of one shape: `matrix` (M, P), and `leaves` that are views of it, by name."""
+
+    def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
+        sizes = [shape.numel() for shape in shapes.values()]
+        self.matrix = torch.zeros(members, sum(sizes), device=device, dtype=dtype)
+        self.leaves: dict[str, Tensor] = {}
+        self.columns: dict[str, slice] = {}
+        start = 0
+        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+            self.columns[name] = slice(start, start + size)
+            self.leaves[name] = self.matrix[:, start : start + size].view(members, *shape).requires_grad_()
+            start += size
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    @torch.no_grad()
+    def write(self, member: int, values: Mapping[str, Tensor]) -> None:
+        """Set all parameters of one member."""
+        for name, columns in self.columns.items():
+            self.matrix[member, columns] = values[name].detach().to(self.matrix).flatten()
+
+    def gradient(self) -> Tensor:
+        """(M, P); zeros where a backward pass did not come by."""
+        parts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves.values()]
+        return torch.cat([part.reshape(len(self), -1) for part in parts], 1)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+
 class StepNorms(NamedTuple):
     """Per member: the gradient's norm before clipping, and the update's relative to that of the weights."""
 
@@ -30,77 +65,50 @@ class StepNorms(NamedTuple):
 
 
 class StackedOptimizer:
-    """The optimiser state of M members with the same tensors."""
+    """The optimiser state of stacked weights."""
 
-    def __init__(self, config: OptimiserConfig, tensors: Mapping[str, Tensor]) -> None:
-        self.config = config
-        self.tensors = dict(tensors)
+    def __init__(self, config: OptimiserConfig, weights: StackedWeights) -> None:
+        self.config, self.weights = config, weights
         names = ("momentum",) if config.kind == "sgd" else ("mean", "square")
-        self.state = {kind: {name: torch.zeros_like(t) for name, t in self.tensors.items()} for kind in names}
-        self.steps = next(iter(self.tensors.values())).new_zeros(self.members)
-
-    @property
-    def members(self) -> int:
-        """Length of the member axis."""
-        return len(next(iter(self.tensors.values())))
+        self.state = {name: torch.zeros_like(weights.matrix) for name in names}
+        self.steps = weights.matrix.new_zeros(len(weights))
 
     @torch.no_grad()
-    def step(self, rates: Tensor, takes_part: Tensor, used: Mapping[str, Tensor] | None = None) -> StepNorms:
-        """Clip and step.
-
-        `rates` (M,), `takes_part` (M,); `used` (M,) per tensor name, for tensors that only some members have.
-        """
-        gradients = {name: self._gradient(name, used) for name in self.tensors}
-        squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
-        norms = torch.stack(squares).sum(0).sqrt()
-        factors = (self.config.clip_norm / (norms + CLIP_EPS)).clamp(max=1.0)
+    def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> StepNorms:
+        """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors."""
+        gradient = self.weights.gradient()
+        if used is not None:
+            gradient = gradient.where(used, 0.0)
+        norms = gradient.square().sum(1).sqrt()
+        clipped = gradient * (self.config.clip_norm / (norms + CLIP_EPS)).clamp(max=1.0)[:, None]
         steps = takes_part & norms.isfinite()
         self.steps += steps
-        moved, total = torch.zeros_like(norms), torch.zeros_like(norms)
-        for name, gradient in gradients.items():
-            tensor = self.tensors[name]
-            chosen = steps if used is None or name not in used else steps & used[name]
-            mask = per_member(chosen, tensor)
-            clipped = gradient * per_member(factors, tensor)
-            change = self._change(name, tensor.detach(), clipped, per_member(rates, tensor), mask)
-            total += tensor.detach().flatten(1).square().sum(1)
-            moved += change.flatten(1).square().sum(1)
-            tensor += change
-        return StepNorms(norms, moved.sqrt() / total.sqrt())
+        mask = steps[:, None] if used is None else steps[:, None] & used
+        change = self._change(clipped, rates[:, None], mask)
+        before = self.weights.matrix.square().sum(1).sqrt()
+        self.weights.matrix += change
+        return StepNorms(norms, change.square().sum(1).sqrt() / before)
 
-    def _gradient(self, name: str, used: Mapping[str, Tensor] | None) -> Tensor:
-        tensor = self.tensors[name]
-        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        if used is not None and name in used:
-            return gradient.where(per_member(used[name], tensor), 0.0)
-        return gradient
-
-    def _change(self, name: str, tensor: Tensor, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
-        """What is added to the weights, 0 for members that keep theirs; moves the state."""
+    def _change(self, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
+        """What is added to the weights, 0 where they stay; moves the state."""
+        matrix, decay = self.weights.matrix, self.config.weight_decay
         if self.config.kind == "sgd":
-            momentum = self.state["momentum"][name]
-            moved = self.config.momentum * momentum + gradient + self.config.weight_decay * tensor
+            momentum = self.state["momentum"]
+            moved = self.config.momentum * momentum + gradient + decay * matrix
             momentum.copy_(moved.where(mask, momentum))
             return (-rate * moved).where(mask, 0.0)
-        mean, square = self.state["mean"][name], self.state["square"][name]
+        mean, square = self.state["mean"], self.state["square"]
         new_mean = mean + (1 - ADAM_BETAS[0]) * (gradient - mean)
         new_square = ADAM_BETAS[1] * square + (1 - ADAM_BETAS[1]) * gradient.square()
         # A member that never stepped divides by zero here; the mask leaves it out.
-        correction1, correction2 = (1 - beta ** per_member(self.steps, tensor) for beta in ADAM_BETAS)
+        correction1, correction2 = (1 - beta ** self.steps[:, None] for beta in ADAM_BETAS)
         denominator = new_square.sqrt() / correction2.sqrt() + ADAM_EPS
         mean.copy_(new_mean.where(mask, mean))
         square.copy_(new_square.where(mask, square))
-        change = -rate * self.config.weight_decay * tensor - rate / correction1 * new_mean / denominator
-        return change.where(mask, 0.0)
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        for tensor in self.tensors.values():
-            tensor.grad = None
+        return (-rate * decay * matrix - rate / correction1 * new_mean / denominator).where(mask, 0.0)
 
     def clear(self, member: int) -> None:
         """Forget what was gathered for one member."""
         self.steps[member] = 0
-        for tensors in self.state.values():
-            for tensor in tensors.values():
-                tensor[member] = 0
+        for tensor in self.state.values():
+            tensor[member] = 0

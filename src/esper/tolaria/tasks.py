@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -16,19 +16,31 @@ from esper.tolaria.batches import Batches, ImageBatches, TextBatches
 from esper.tolaria.data import ImageData, load
 
 Defect = Literal["none", "blind", "blind_first_slot_cut"]
+OptimiserKind = Literal["sgd", "adamw"]
 
 
 @dataclass(frozen=True)
 class OptimiserConfig:
     """How hosts and seeds are trained."""
 
-    kind: Literal["sgd", "adamw"] = "sgd"
+    kind: OptimiserKind = "sgd"
     rate: float = 0.05
     """Constant, then linear to 10 % over the last third of the episode."""
     momentum: float = 0.9
     weight_decay: float = 5e-4
     clip_norm: float = 1.0
     """For the host and for each seed apart."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(OptimiserKind):
+            raise UnknownNameError("optimiser", self.kind, get_args(OptimiserKind))
+        for name in ("rate", "clip_norm"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise BadValueError(f"{name} {getattr(self, name)} must be positive and finite")
+        if not 0.0 <= self.momentum < 1.0 or not 0.0 <= self.weight_decay < math.inf:
+            raise BadValueError(
+                f"momentum {self.momentum} must be in [0, 1), weight_decay {self.weight_decay} not negative"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,15 @@ class Task:
     """What may be wrong with a host; each draws one."""
     budget: int | None = None
     """Parameters that may be grown; None: four times the host."""
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "steps", "batches_per_step", "batch", "validation_size", "calibration_size"):
+            if getattr(self, name) < 1:
+                raise BadValueError(f"task {self.name!r}: {name} {getattr(self, name)} must be at least 1")
+        if not self.slot_ids or not self.defects:
+            raise BadValueError(f"task {self.name!r} needs at least one slot and one kind of host ('none')")
+        if unknown := [defect for defect in self.defects if defect not in get_args(Defect)]:
+            raise UnknownNameError("defect", unknown[0], get_args(Defect))
 
     @property
     def random_guess_loss(self) -> float:
@@ -105,6 +126,9 @@ class Task:
             train_size=self.train_size,
             resolution=self.resolution,
         )
+        known = len(data.classes if isinstance(data, ImageData) else data.vocabulary)
+        if known != self.classes:
+            raise BadValueError(f"task {self.name!r} states {self.classes} classes, {self.dataset} has {known}")
         if isinstance(data, ImageData):
             return ImageBatches(data, self.batch, shift=self.shift, flip=self.flip, device=device)
         block = self.slot_config.slots[0].resolution

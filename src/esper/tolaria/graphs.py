@@ -1,0 +1,109 @@
+"""CUDA graphs of a training minibatch.
+
+A graph belongs to a structure: which banks act, on groups of which sizes, how many shadow rows are born where. Rows,
+members, strengths and rates are tensors, so an edit that keeps the structure only writes new values into the graph's
+own tensors. All graphs share one memory pool.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from esper.tolaria.batches import Samples
+from esper.tolaria.rows import Plan, Rows
+
+if TYPE_CHECKING:
+    from esper.tolaria.fleet import HostFleet
+
+GRAPHS_KEPT = 48
+
+Structure = tuple[object, ...]
+
+
+def structure(plan: Plan) -> Structure:
+    """What must be equal for one graph to serve two plans."""
+    return tuple(None if rows is None else _structure(rows) for rows in plan)
+
+
+def _structure(rows: Rows) -> Structure:
+    births = tuple((birth.place, len(birth.parents)) for birth in rows.births)
+    acts = tuple(
+        (place, act.bank.slot.slot_id, act.bank.blueprint, len(act.rows), act.detached, act.bank.styles)
+        for place, found in sorted(rows.acts.items())
+        for act in found
+    )
+    return births, acts
+
+
+def plan_tensors(plan: Plan) -> list[Tensor]:
+    """All tensors of a plan, in an order that depends on its structure alone."""
+    tensors = []
+    for rows in plan:
+        if rows is not None:
+            tensors += [rows.env, *(birth.parents for birth in rows.births)]
+            tensors += [] if rows.valid is None else [rows.valid]
+            for _, found in sorted(rows.acts.items()):
+                for act in found:
+                    tensors += [act.rows, act.members, act.strength, act.valid]
+    return tensors
+
+
+@dataclass
+class _Captured:
+    """A graph with the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    plan: Plan
+    current: Plan
+    """The plan whose values are in `plan`."""
+    samples: Samples
+    losses: Tensor
+    norms: dict[tuple[str, str], Tensor]
+
+
+class MinibatchGraphs:
+    """Replays minibatches, and captures a graph the second time that a structure is met."""
+
+    def __init__(self, fleet: "HostFleet", kept: int = GRAPHS_KEPT) -> None:
+        self.fleet, self.kept = fleet, kept
+        self.captures = 0
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: OrderedDict[Structure, _Captured | None] = OrderedDict()
+        self._rate, self._warm = torch.zeros(2, dtype=fleet.dtype, device=fleet.device)
+
+    def run(self, samples: Samples, rate: float, warm: float) -> Tensor:
+        """One minibatch; the returned losses (R,) are overwritten by the next."""
+        self._rate.fill_(rate)
+        self._warm.fill_(warm)
+        plan = self.fleet.plan
+        key = (*structure(plan), tuple(self.fleet.busy_banks()))
+        if key not in self._graphs:
+            # The first minibatch of a structure runs eagerly: it is real work, and warms up what a capture needs.
+            self._graphs[key] = None
+            return self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
+        self._graphs.move_to_end(key)
+        captured = self._graphs[key]
+        if captured is None:
+            captured = self._graphs[key] = self._capture(plan, samples)
+        elif captured.current is not plan:
+            torch._foreach_copy_(plan_tensors(captured.plan), plan_tensors(plan))
+            captured.current = plan
+        captured.samples.inputs.copy_(samples.inputs)
+        captured.samples.targets.copy_(samples.targets)
+        captured.graph.replay()
+        self.fleet.keep_norms(captured.norms)
+        return captured.losses
+
+    def _capture(self, plan: Plan, samples: Samples) -> _Captured:
+        while sum(entry is not None for entry in self._graphs.values()) >= self.kept:
+            self._graphs.popitem(last=False)
+        self.captures += 1
+        static = Samples(samples.inputs.clone(), samples.targets.clone())
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.fleet.device)
+        with torch.cuda.graph(graph, pool=self._pool):
+            losses = self.fleet.run_minibatch(plan, static, self._rate, self._warm)
+        return _Captured(graph, plan, plan, static, losses, self.fleet.norms())

@@ -1,0 +1,226 @@
+"""Which rows a fleet runs: who pays for what."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fleets import SEEDLINGS, make_fleet, task_of
+from torch import Tensor
+
+from esper.kasmina import lifecycle
+from esper.leyline import ACTIVE_STAGES, SeedStage
+from esper.tolaria import HostFleet
+from esper.tolaria.banks import bucket
+from esper.tolaria.rows import START, Rows
+
+
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(0, 0), (1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (17, 32), (33, 48), (49, 64), (64, 64)]
+    + [(65, 96), (96, 96), (97, 128), (1000, 1024)],
+)
+def test_bucket(count: int, size: int) -> None:
+    """The table, and multiples of 32 beyond it."""
+    assert bucket(count) == size
+
+
+def bare(n: int = 8) -> HostFleet:
+    """Nothing grows in it."""
+    return make_fleet(task_of("cnn"), n, grown=False)
+
+
+def bring(fleet: HostFleet, env: int, slot_id: str, stage: SeedStage, blueprint: str = "conv_light") -> None:
+    """A seed in GERMINATED, TRAINING or BLENDING."""
+    fleet.germinate(env, slot_id, blueprint)
+    for _ in range(int(stage) - int(SeedStage.GERMINATED)):
+        fleet.states[env][slot_id] = lifecycle.record_gradient(fleet.states[env][slot_id], 1.0)
+        fleet.advance(env, slot_id)
+
+
+def acting(rows: Rows) -> list[tuple[int, str, str, int]]:
+    """(place, slot, blueprint, row) of everything that really acts."""
+    return [
+        (place, act.bank.slot.slot_id, act.bank.blueprint, row)
+        for place, acts in sorted(rows.acts.items())
+        for act in acts
+        for row, valid in zip(act.rows.tolist(), act.valid.tolist(), strict=True)
+        if valid
+    ]
+
+
+def test_a_bare_fleet_has_main_rows_alone() -> None:
+    """One row per env, from the input on; nothing acts."""
+    main, shadow = bare().plan
+    assert shadow is None
+    assert main.acts == {}
+    assert main.env.tolist() == list(range(8))
+    assert [birth.place for birth in main.births] == [START]
+    assert main.whole_fleet
+
+
+def test_a_fleet_of_one_carries_a_second_row() -> None:
+    """Kernels for a single row round differently."""
+    fleet = bare(1)
+    assert len(fleet.plan[0]) == 2
+    assert fleet.train_step().shape == (1,)
+    assert len(fleet.validate().main) == 1
+
+
+def test_a_seed_that_waits_costs_nothing() -> None:
+    """GERMINATED: no shadow row, no act."""
+    fleet = bare()
+    bring(fleet, 3, "r1c0", SeedStage.GERMINATED)
+    main, shadow = fleet.plan
+    assert shadow is None
+    assert main.acts == {}
+
+
+def test_a_seed_that_trains_has_a_shadow_row() -> None:
+    """Born at its slot from its own env, padded to a bucket of four; the main rows do not know of it."""
+    fleet = bare()
+    bring(fleet, 3, "r1c1", SeedStage.TRAINING)
+    main, shadow = fleet.plan
+    assert main.acts == {}
+    assert shadow is not None
+    assert shadow.valid is not None
+    assert shadow.valid.tolist() == [True, False, False, False]
+    (birth,) = shadow.births
+    assert birth.place == fleet.places["r1c1"]
+    assert birth.parents[0] == shadow.env[0] == 3
+    assert acting(shadow) == [(birth.place, "r1c1", "conv_light", 0)]
+    (act,) = shadow.acts[birth.place]
+    assert act.strength[0] == 1.0, "a shadow acts in full"
+    assert not act.detached
+
+
+def test_a_seed_that_acts_is_in_the_main_row_alone() -> None:
+    """BLENDING: at its alpha, no shadow row."""
+    fleet = bare()
+    bring(fleet, 3, "r1c1", SeedStage.BLENDING)
+    main, shadow = fleet.plan
+    assert shadow is None
+    place = fleet.places["r1c1"]
+    assert acting(main) == [(place, "r1c1", "conv_light", 3)]
+    assert float(main.acts[place][0].strength[0]) == pytest.approx(1 / 3)
+    assert main.acts[place][0].rows.tolist() == [3, 3, 3, 3], "padding points at a row that is there"
+
+
+def test_shadows_of_all_slots_are_one_pass() -> None:
+    """In order of their places, each in a bucket of its own; below, the env's acting seeds act on them too."""
+    fleet = bare()
+    for env in range(5):
+        bring(fleet, env, "r1c2", SeedStage.TRAINING)
+    bring(fleet, 6, "r1c0", SeedStage.TRAINING, "norm")
+    bring(fleet, 6, "r1c1", SeedStage.BLENDING, "depthwise")
+    _, shadow = fleet.plan
+    assert shadow is not None
+    assert shadow.valid is not None
+    assert [(birth.place, len(birth.parents)) for birth in shadow.births] == [
+        (fleet.places["r1c0"], 4),
+        (fleet.places["r1c2"], 8),
+    ]
+    assert shadow.env[shadow.valid].tolist() == [6, 0, 1, 2, 3, 4]
+    assert acting(shadow) == [
+        (fleet.places["r1c0"], "r1c0", "norm", 0),
+        (fleet.places["r1c1"], "r1c1", "depthwise", 0),
+        *((fleet.places["r1c2"], "r1c2", "conv_light", row) for row in range(4, 9)),
+    ]
+    (passing,) = shadow.acts[fleet.places["r1c1"]]
+    assert passing.detached, "a shadow trains its own seed alone"
+
+
+def test_only_training_seeds_are_paid_for() -> None:
+    """The grown fleet: a valid shadow row for each of its TRAINING seeds, a main act for each that acts, no more."""
+    fleet = make_fleet(task_of("cnn"))
+    main, shadow = fleet.plan
+    slots = fleet.task.slot_ids
+    training = [(s.env, s.slot) for s in SEEDLINGS["cnn"] if s.stage is SeedStage.TRAINING]
+    active = sorted((s.env, slots[s.slot]) for s in SEEDLINGS["cnn"] if s.stage in ACTIVE_STAGES)
+    assert shadow is not None
+    assert shadow.valid is not None
+    assert int(shadow.valid.sum()) == len(training)
+    assert sorted(shadow.env[shadow.valid].tolist()) == sorted(env for env, _ in training)
+    places = [sum(slot == index for _, slot in training) for index in range(3)]
+    assert [len(birth.parents) for birth in shadow.births] == [bucket(count) for count in places]
+    assert sorted((row, slot_id) for _, slot_id, _, row in acting(main)) == active
+
+
+def test_evaluation_rows() -> None:
+    """Without padding: the main rows, a shadow per TRAINING seed, an ablation per acting one, where they differ."""
+    fleet = make_fleet(task_of("cnn"))
+    rows, whose = fleet.evaluation_rows()
+    stages = [fleet.states[env][slot_id].stage for env, slot_id in whose]
+    seedlings = [s for s in SEEDLINGS["cnn"] if s.stage is SeedStage.TRAINING or s.stage in ACTIVE_STAGES]
+    assert len(rows) == fleet.n + len(seedlings)
+    assert sorted(whose) == sorted((s.env, fleet.task.slot_ids[s.slot]) for s in seedlings)
+    assert rows.env[fleet.n :].tolist() == [env for env, _ in whose]
+    own = {(slot_id, row) for _, slot_id, _, row in acting(rows)}
+    for row, ((_, slot_id), stage) in enumerate(zip(whose, stages, strict=True), fleet.n):
+        assert ((slot_id, row) in own) == (stage is SeedStage.TRAINING)
+    place_of = {birth.place: len(birth.parents) for birth in rows.births[1:]}
+    assert sum(place_of.values()) == len(whose)
+
+
+def test_the_plan_stays_until_something_changes() -> None:
+    """Rows are planned once per structure."""
+    fleet = make_fleet(task_of("cnn"))
+    before = fleet.plan
+    fleet.train_step()
+    fleet.validate()
+    assert fleet.plan is before
+    fleet.prune(4, "r1c0")
+    assert fleet.plan is not before
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[HostFleet], list[int]]:
+    """Notes how many rows each pass has."""
+
+    def watch(fleet: HostFleet) -> list[int]:
+        passes: list[int] = []
+        run = fleet.host.run
+
+        def noting(rows: Rows, *args: Tensor | None, **kwargs: object) -> object:
+            passes.append(len(rows))
+            return run(rows, *args, **kwargs)  # type: ignore[arg-type]  # whatever it was called with
+
+        monkeypatch.setattr(fleet.host, "run", noting)
+        return passes
+
+    return watch
+
+
+def test_passes_of_a_minibatch(counted: Callable[[HostFleet], list[int]]) -> None:
+    """One where nothing trains; with shadows two, whatever the number of slots."""
+    fleet = bare()
+    passes = counted(fleet)
+    samples = fleet.draw(0)
+    fleet.train_minibatch(samples, 0.1)
+    assert passes == [8]
+    bring(fleet, 2, "r1c0", SeedStage.BLENDING)
+    fleet.train_minibatch(samples, 0.1)
+    assert passes == [8, 8]
+    bring(fleet, 2, "r1c1", SeedStage.TRAINING)
+    bring(fleet, 3, "r1c2", SeedStage.TRAINING)
+    fleet.train_minibatch(samples, 0.1)
+    assert passes == [8, 8, 8, 8]  # two buckets of four shadows
+
+
+def test_passes_of_a_validation(counted: Callable[[HostFleet], list[int]]) -> None:
+    """All rows calibrated and scored at once, then the main rows by their running statistics."""
+    fleet = bare()
+    bring(fleet, 2, "r1c0", SeedStage.BLENDING)
+    bring(fleet, 3, "r1c2", SeedStage.TRAINING)
+    passes = counted(fleet)
+    fleet.validate()
+    assert passes == [10, 10, 8]
+
+
+def test_rows_move_no_statistics_but_the_main_ones() -> None:
+    """A shadow row writes none: those of its host are what they are without it."""
+    alone, beside = bare(), bare()
+    bring(beside, 2, "r1c0", SeedStage.TRAINING)
+    alone.train_step()
+    beside.train_step()
+    for name, buffer in alone.host.buffers.items():
+        assert torch.equal(buffer, beside.host.buffers[name])
