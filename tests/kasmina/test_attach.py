@@ -427,6 +427,33 @@ def test_statistics_of_a_row_are_those_of_its_batch() -> None:
     assert torch.equal(model.body.get_buffer(name + "mean"), statistics[name + "mean"])
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_norm_that_the_user_keeps_in_eval_mode_is_not_recalibrated(trains: bool) -> None:
+    """Its statistics are fixed in training too: they belong to the host. So it is after a switch to eval mode."""
+    model = attach(CASES["resnet"].host(), {"layer1": 8}, example=images()[0], config=AT_ONCE).train()
+    frozen = model.host.get_submodule("layer2.0.norm1")
+    frozen.eval()
+    model(images()[0])
+    model.train(trains) if not trains else None
+    found = model.body.calibrate(images()[0], {})
+    assert {name.rsplit(".", 1)[0] for name in found} == {
+        f"host.{name}"
+        for name, layer in model.host.named_modules()
+        if isinstance(layer, nn.BatchNorm2d) and layer is not frozen
+    }
+
+
+def test_a_model_is_born_in_the_mode_of_its_host() -> None:
+    """A host in eval mode stays there until the model trains, and is recalibrated as a whole."""
+    host = CASES["resnet"].host().eval()
+    model = attach(host, {"layer1": 8}, example=images()[0])
+    assert not model.training and not model.body.training
+    before = {name: buffer.clone() for name, buffer in host.named_buffers()}
+    model(images()[0])
+    assert same(before, dict(host.named_buffers()))
+    assert len(model.body.calibrate(images()[0], {})) == 2 * sum(isinstance(m, nn.BatchNorm2d) for m in host.modules())
+
+
 def test_the_main_row_takes_its_mode_from_the_call() -> None:
     model = CASES["resnet"].model().train()
     x = images()[0]

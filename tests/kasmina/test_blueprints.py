@@ -192,12 +192,29 @@ class Overflowing(Convolution):
         return delta * float("nan") if self.batches == 3 and h.min() >= 0 else delta
 
 
+class Counted(Convolution):
+    """A norm that keeps running statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm2d(width)
+
+
+class Dropping(Convolution):
+    """Draws while it trains."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(h, 0.1, self.training))
+
+
 BROKEN: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], int], str]] = {
     "zero-initialised convolution": (zero_convolution, count, r"clause 3 \(alive\)"),
     "not identity": (Unscaled, count, r"clause 2 \(identity at birth\).*Scale"),
     "parameter without gradient": (Unused, lambda c: count(c) + c, r"clause 3 \(alive\).*'idle\.weight'"),
     "wrong count": (Convolution, lambda c: count(c) + 1, r"clause 4 \(count\): it states 601 parameters but has 600"),
     "wrong shape": (Cropped, count, r"clause 1 \(residual\): Δ is \(8, 8, 5, 6\), h is \(8, 8, 6, 6\)"),
+    "batch norm": (Counted, count, r"clause 5 \(stateless\): forward writes norm\.running_mean"),
+    "dropout": (Dropping, count, r"clause 5 \(stateless\): forward draws random numbers"),
     "bias before a norm": (Biased, lambda c: count(c) + c, r"clause 3 \(alive\).*'conv\.bias'"),
 }
 
@@ -206,8 +223,10 @@ BROKEN: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], int], str]] 
 def test_broken_blueprints_are_refused(fault: str, register: Register) -> None:
     build, stated, message = BROKEN[fault]
     name = register("image", build, stated)
+    stream = torch.get_rng_state()
     with pytest.raises(BlueprintContractError, match=message):
         check_blueprint("image", name, 8)
+    assert torch.equal(stream, torch.get_rng_state())
 
 
 def test_a_gradient_that_is_no_number_is_dead(register: Register) -> None:

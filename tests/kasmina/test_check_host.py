@@ -114,8 +114,10 @@ def test_a_slot_that_is_declared_wrongly_is_named(spec: SlotSpec, message: str) 
 
 def test_there_is_no_dropout_in_a_fleet() -> None:
     noisy = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    with pytest.raises(HostMismatchError, match=r"no dropout in a fleet: Host .* set segments.0.layer.1 to p=0"):
+    with pytest.raises(HostMismatchError, match=r"segments.0.layer.1 of Host is a Dropout that draws"):
         check_host(vectors(noisy, Linear(4, 2)), torch.randn(3, 4))
+    with pytest.raises(HostMismatchError, match=r"no dropout in a fleet: Host draws"):
+        check_host(vectors(Applied(lambda h: F.dropout(h, 0.5)), Linear(4, 2)), torch.randn(3, 4))
     report = check_host(Applied(lambda h: F.dropout(h, 0.5)), torch.randn(3, 4))
     assert report.rows == "error" and report.detail.startswith("no dropout in a fleet")
     assert check_host(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), torch.randn(3, 4)).sound

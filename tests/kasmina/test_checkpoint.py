@@ -503,7 +503,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "isolation": (in_model("isolation", "x"), "isolation is 'x'; allowed: .'shadow'"),
     "budget": (in_model("budget", 1.5), "budget is 1.5; allowed: int"),
     "rng_seed": (in_model("rng_seed", True), "rng_seed is True; allowed: int"),
-    "config": (lambda f: rewrite(f, lambda d: d["model"]["config"].update(cooldown=1)), "cooldown 1 is below 3"),
+    "config": (
+        lambda f: rewrite(f, lambda d: d["model"]["config"].update(cooldown=1)),
+        "cooldown 1 is not an integer of 3",
+    ),
     "frozen": (in_model("frozen", ["x"]), r"frozen parameters \['x'\] do not exist"),
     "host kind": (
         lambda f: rewrite(f, lambda d: d["model"]["host"].update(kind="X", config={})),

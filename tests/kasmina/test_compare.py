@@ -1,18 +1,18 @@
 """Comparing rows: paired errors by hand, calibration, and what `measure` leaves behind."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hosts import HOST_KINDS, HostKind, bring_to, make_batch, make_model, shake
 from torch import Tensor
 
-from esper.kasmina import BlueprintRegistry, MorphogeneticModel
+from esper.kasmina import BlueprintRegistry, MorphogeneticModel, cross_entropy
 from esper.kasmina.compare import RowScore, compare, paired_accuracy, paired_loss, score_row
 from esper.kasmina.layers import Scale
 from esper.kasmina.slot import Role
-from esper.leyline import BLEND_STYLES, Measurement, SeedStage
+from esper.leyline import BLEND_STYLES, BadValueError, Measurement, SeedStage
 
 
 def score(correct: str, losses: list[float] | None = None) -> RowScore:
@@ -221,3 +221,63 @@ def test_tokens_are_predictions() -> None:
     x, targets = make_batch("gpt", 4, dtype=torch.float64)
     found = compare(model.body, x, targets, x)
     assert found.main.correct.shape == (24,)
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_ignored_targets_are_left_out(kind: HostKind) -> None:
+    """Targets of −100, as torch has it: the scores are those of the predictions that remain."""
+    model, (x, targets) = make_model(kind, 1), make_batch(kind, 16)
+    bring_to(model, "r0c0", SeedStage.HOLDING, (x, targets))
+    shake(model.seed_slots["r0c0"], 1)
+    padded = targets.clone()
+    padded.view(-1)[::3] = -100
+    kept = padded.flatten() != -100
+    whole, part = compare(model.body, x, targets, x), compare(model.body, x, padded, x)
+    assert torch.equal(part.main.correct, whole.main.correct[kept])
+    assert torch.equal(part.main.losses, whole.main.losses[kept])
+    silent = score_row(model.body, x, targets, {"r0c0": Role.SILENT}, x)
+    expected = paired_accuracy(
+        RowScore(whole.main.correct[kept], whole.main.losses[kept]), RowScore(silent.correct[kept], silent.losses[kept])
+    )
+    assert part.contributions["r0c0"].accuracy == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x, y.float(), x), "targets of torch.float32 are no class indices"),
+        (lambda x, y: (x, y == 0, x), "targets of torch.bool are no class indices"),
+        (lambda x, y: (x, y[:-1], x), "8 inputs but 7 targets"),
+        (lambda x, y: (x, y[:, None], x), r"targets of shape \(8, 1\) do not fit scores of shape \(8, 5\)"),
+        (lambda x, y: (x[:0], y[:0], x), r"inputs of shape \(0, 7\) hold nothing"),
+        (lambda x, y: (x, y, x[:0]), r"calibration of shape \(0, 7\) hold nothing"),
+        (lambda x, y: (x, y, None), "calibration are a NoneType; one tensor is needed"),
+        (lambda x, y: (x, y + 3, x), "to 7 are no classes of a host with 5 scores"),
+        (lambda x, y: (x, torch.full_like(y, -100), x), "all 8 targets are -100"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], message: str
+) -> None:
+    """And nothing is noted."""
+    model, batch = make_model("mlp", 1), make_batch("mlp")
+    bring_to(model, "r0c0", SeedStage.HOLDING, batch)
+    before = model.seed_slots["r0c0"].state
+    with pytest.raises(BadValueError, match=message):
+        model.measure(*change(*batch))
+    assert model.seed_slots["r0c0"].state == before
+
+
+def test_regression_needs_a_criterion_of_its_own() -> None:
+    """The usual one is for classes, and says so; another one trains as ever."""
+    model, (x, _) = make_model("mlp", 1), make_batch("mlp")
+    wanted = torch.randn(8, 5)
+    with pytest.raises(BadValueError, match=r"no class indices .*losses\(…, criterion=…\)"):
+        model.losses(x, wanted)
+    model.losses(x, wanted, torch.nn.functional.mse_loss)["main"].backward()
+    padded = torch.tensor([0, -100, 1, -100])
+    logits = torch.randn(4, 5)
+    assert torch.equal(cross_entropy(logits, padded), cross_entropy(logits[::2], padded[::2]))

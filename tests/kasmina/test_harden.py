@@ -436,7 +436,7 @@ def own_blueprints() -> Iterator[None]:
         "recurrent": Recurrent,
     }
     for name, build in own.items():
-        BlueprintRegistry.register("image", name, lambda c: 1)(build)
+        BlueprintRegistry.register("image", name, lambda width, build=build: count(build(width)))(build)
     yield
     for name in own:
         BlueprintRegistry.unregister("image", name)
@@ -634,9 +634,9 @@ def test_an_attached_host_as_a_program_for_inference(tmp_path: Path) -> None:
     model.harden(tmp_path / "without")
     contents = json.loads((tmp_path / "without" / "contents.json").read_text())
     assert contents["program"].startswith("not written") and not (tmp_path / "without" / "model.pt2").exists()
-    model.harden(tmp_path, example=images(1))
-    assert json.loads((tmp_path / "contents.json").read_text())["program"] == "model.pt2"
-    program = torch.export.load(tmp_path / "model.pt2").module()
+    model.harden(tmp_path / "with", example=images(1))
+    assert json.loads((tmp_path / "with" / "contents.json").read_text())["program"] == "model.pt2"
+    program = torch.export.load(tmp_path / "with" / "model.pt2").module()
     for size in (2, 7):
         close(program(images(size)), model(images(size)))
 
@@ -733,3 +733,56 @@ def test_the_device_is_kept(tmp_path: Path) -> None:
         hardened = model.harden(tmp_path, example=images(2).cuda())
         assert {tensor.device.type for tensor in hardened.state_dict().values()} == {"cuda"}
         close(hardened(images().cuda()), model(images().cuda()))
+
+
+# -- folders and frozen parameters ------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was hardened before is replaced, also where Python has left its cache; a crash leaves it as it was."""
+    model = cnn()
+    folder = tmp_path / "grown"
+    model.harden(folder)
+    (folder / "__pycache__").mkdir()
+    plant(model, "r0c0", "norm")
+    model.harden(folder)
+    assert {path.name for path in folder.iterdir()} == {"network.py", "weights.safetensors", "contents.json"}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("esper.kasmina.harden.save_file", fail)
+    with pytest.raises(OSError, match="disk is full"):
+        model.harden(folder)
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["grown"]
+
+
+def test_other_files_are_never_written_over(tmp_path: Path) -> None:
+    """A checkpoint has weights of the same name: they would be lost."""
+    model = cnn()
+    model.save(tmp_path / "checkpoint")
+    with pytest.raises(BadValueError, match=r"holds \['model.json'\].*give it one of its own"):
+        model.harden(tmp_path / "checkpoint")
+    MorphogeneticModel.load(tmp_path / "checkpoint")
+    model.harden(tmp_path / "grown")
+    with pytest.raises(CheckpointError, match=r"contents.json.*give it one of its own"):
+        model.save(tmp_path / "grown")
+
+
+@pytest.mark.parametrize("attach_it", [False, True])
+def test_frozen_parameters_stay_frozen(attach_it: bool, tmp_path: Path) -> None:
+    """Those of the host and those of seeds; the written list names them."""
+    model = attached() if attach_it else cnn()
+    place = "block" if attach_it else "r0c0"
+    plant(model, place, "norm")
+    frozen = [next(model.host_parameters()), next(model.seed_parameters(place))]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    network = model.harden(tmp_path / "grown")
+    still = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
+    assert len(still) == 2
+    assert json.loads((tmp_path / "grown" / "contents.json").read_text())["frozen"] == still
+    shapes = sorted(tuple(network.get_parameter(name).shape) for name in still)
+    assert shapes == sorted(tuple(parameter.shape) for parameter in frozen)

@@ -553,15 +553,18 @@ def test_blueprints_below_their_minimum() -> None:
     """Invariant 5: too narrow, too small, not a multiple."""
     narrow = MorphogeneticModel(CNNHost((1, 3), 3, classes=4, resolution=4))
     refused(
-        narrow, BadValueError, "width 1 is below its minimum of 2", lambda: narrow.germinate_seed("r0c0", "conv_heavy")
+        narrow,
+        GateRefusedError,
+        "width 1 is below its minimum of 2",
+        lambda: narrow.germinate_seed("r0c0", "conv_heavy"),
     )
-    refused(narrow, BadValueError, "gives its norm 3 values of 4", lambda: narrow.germinate_seed("r1c1", "norm"))
+    refused(narrow, GateRefusedError, "gives its norm 3 values of 4", lambda: narrow.germinate_seed("r1c1", "norm"))
     odd = MorphogeneticModel(GPTHost(2, 6, 2, block=4, vocab=5))
-    refused(odd, BadValueError, "width 6 is not a multiple of 4", lambda: odd.germinate_seed("r0c0", "attention"))
+    refused(odd, GateRefusedError, "width 6 is not a multiple of 4", lambda: odd.germinate_seed("r0c0", "attention"))
     short = MorphogeneticModel(GPTHost(2, 8, 2, block=1, vocab=5))
     refused(
         short,
-        BadValueError,
+        GateRefusedError,
         "resolution 1 is below its minimum of 2",
         lambda: short.germinate_seed("r0c0", "attention"),
     )

@@ -55,7 +55,7 @@ def blending(*, style: str = "add", tempo: int = 3, alpha_target: float = 1.0) -
 
 def at(stage: SeedStage) -> SeedState:
     """A slot at a stage, reached by the verbs."""
-    holding = tick(blending(), 4)  # 1/3, 2/3, 1, HOLDING, and one step there
+    holding = measured(tick(blending(), 4))  # 1/3, 2/3, 1, HOLDING, and one step there
     made: dict[SeedStage, Callable[[], SeedState]] = {
         SeedStage.DORMANT: lambda: FRESH,
         SeedStage.GERMINATED: lambda: lifecycle.germinate(FRESH, "norm"),
@@ -89,7 +89,7 @@ def test_a_whole_life() -> None:
     assert (seed.stage, seed.alpha) == (SeedStage.BLENDING, 0.5)
     seed = tick(seed, 2)
     assert (seed.stage, seed.alpha, seed.steps_in_stage, seed.age) == (SeedStage.HOLDING, 0.5, 1, 6)
-    seed = lifecycle.fossilize(seed, CONFIG)
+    seed = lifecycle.fossilize(measured(seed), CONFIG)
     assert (seed.stage, seed.alpha, seed.style) == (SeedStage.FOSSILIZED, 0.5, "gate")
     assert tick(seed, 3) == replace(seed, steps_in_stage=3, age=9)
 
@@ -105,6 +105,24 @@ def test_ramp_trains_at(tempo: int, alphas: list[float]) -> None:
         state = tick(state)
     assert seen == pytest.approx(alphas)
     assert (state.stage, state.alpha) == (SeedStage.HOLDING, 1.0)
+
+
+def test_contributions_are_those_of_the_alpha_that_is_held() -> None:
+    """G5 hears nothing of what was measured on a ramp, nor at the alpha before; auditions stay."""
+    state = lifecycle.record_audition(blending(tempo=2), Measurement(2.0, 0.1))
+    state = tick(measured(state), 2)
+    assert (state.stage, state.contributions) == (SeedStage.HOLDING, ())
+    assert state.audition == Measurement(2.0, 0.1)
+    held = measured(tick(state))
+    assert held.contribution == Measurement(1.0, 0.1)
+    sent = lifecycle.set_alpha_target(held, 0.5, 2)
+    assert sent.contributions == ()
+    back = tick(measured(sent), 3)
+    assert (back.stage, back.contributions) == (SeedStage.HOLDING, ())
+    with pytest.raises(GateRefusedError, match="its contribution was not measured"):
+        lifecycle.fossilize(back, CONFIG)
+    assert lifecycle.fossilize(measured(back), CONFIG).stage is SeedStage.FOSSILIZED
+    assert lifecycle.prune(held, CONFIG, steps=3).contributions == ()
 
 
 def test_advance_may_cut_the_wait_short() -> None:
@@ -266,7 +284,8 @@ def test_unknown_style() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"cooldown": 2}, "cooldown 2 is below 3"), ({"min_prune_age": -1}, "min_prune_age -1")]
+    ("change", "message"),
+    [({"cooldown": 2}, "cooldown 2 is not an integer of 3 or more"), ({"min_prune_age": -1}, "min_prune_age -1")],
 )
 def test_bad_config(change: dict[str, int], message: str) -> None:
     """Timers that cannot be."""

@@ -3,6 +3,8 @@
 import gc
 import math
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import CNNHost, GrowingOptimizer, MorphogeneticModel
 from esper.kasmina.layers import reset_parameters
+from esper.leyline import BadValueError, CheckpointError, UnknownNameError
 
 SLOTS = ("r0c0", "r1c0")
 
@@ -168,9 +171,112 @@ def test_seed_options() -> None:
     assert (host["lr"], seed["lr"], seed["momentum"]) == (0.1, 0.5, 0.9)
 
 
+def test_seed_options_are_settings_of_the_optimiser() -> None:
+    """Before the first germination, not at it."""
+    with pytest.raises(UnknownNameError, match=r"setting of SGD in seed_options 'learning_rate'; allowed: lr, mom"):
+        GrowingOptimizer(grown(), lambda p: torch.optim.SGD(p, lr=0.1), seed_options={"learning_rate": 0.5})
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan, math.inf, True, "1"])
+def test_clip_norm_is_positive(clip_norm: float) -> None:
+    """A norm of 0 would stop all learning without a word."""
+    with pytest.raises(BadValueError, match="clip_norm .* is not a finite number above 0; None clips nothing"):
+        momentum(grown(), clip_norm)
+
+
+def test_gradients_may_be_zeroed_instead() -> None:
+    """As torch's optimisers have it."""
+    model = grown()
+    optimiser = momentum(model)
+    train(model, optimiser)
+    optimiser.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimiser.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_resumes_in_mid_ramp_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """Model and optimiser, saved and loaded beside each other, go on as if nothing had been."""
+
+    def make(model: MorphogeneticModel) -> GrowingOptimizer:
+        if kind == "sgd":
+            return momentum(model, clip_norm=1.0)
+        return GrowingOptimizer(model, lambda p: torch.optim.AdamW(p, lr=0.01), seed_options={"lr": 0.02})
+
+    def go_on(model: MorphogeneticModel, optimiser: GrowingOptimizer) -> None:
+        for number in range(4):
+            train(model, optimiser, 10 + number)
+            model.tick()
+
+    model = grown()
+    optimiser = make(model)
+    model.germinate_seed("r1c0", "norm", style="gate")
+    for number in range(3):
+        train(model, optimiser, number)
+        model.tick()
+    model.advance("r1c0")
+    model.germinate_seed("r0c0", "depthwise")
+    train(model, optimiser, 3)
+    model.tick()
+    assert model.seed_slots["r1c0"].state.ramping
+    model.save(tmp_path / "model")
+    torch.save(optimiser.state_dict(), tmp_path / "optimiser.pt")
+
+    again = MorphogeneticModel.load(tmp_path / "model")
+    resumed = make(again)
+    resumed.load_state_dict(torch.load(tmp_path / "optimiser.pt"))
+    for pair in ((model, optimiser), (again, resumed)):
+        go_on(*pair)
+    left, right = model.state_dict(), again.state_dict()
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    # It still follows: groups are known by name after a reload too.
+    again.prune_seed("r0c0")
+    assert names(resumed) == ["host", "r1c0"]
+
+
+def test_a_state_of_other_seeds_is_refused() -> None:
+    """The model comes first."""
+    model, other = grown(), grown()
+    optimiser, strange = momentum(model), momentum(other)
+    other.germinate_seed("r0c0", "norm")
+    with pytest.raises(CheckpointError, match=r"groups \['host', 'r0c0'\] .* model has \['host'\] .*: load the model"):
+        optimiser.load_state_dict(strange.state_dict())
+    model.germinate_seed("r0c0", "depthwise")
+    with pytest.raises(CheckpointError, match="load the model that was saved beside it first"):
+        optimiser.load_state_dict(strange.state_dict())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    ],
+    ids=["step", "cosine", "linear", "one cycle"],
+)
+def test_schedulers_of_the_wrapped_optimiser(schedule: Callable[..., torch.optim.lr_scheduler.LRScheduler]) -> None:
+    """Those that docs/own-models.md names go on over births and deaths, with one rate for all."""
+    model = grown()
+    optimiser = momentum(model)
+    scheduler = schedule(optimiser.wrapped)
+    for number in range(6):
+        train(model, optimiser, number)
+        scheduler.step()
+        model.tick()
+        assert len({round(group["lr"], 9) for group in optimiser.wrapped.param_groups}) == 1
+        if number == 1:
+            model.germinate_seed("r0c0", "norm")
+        if number == 4:
+            model.prune_seed("r0c0")
+
+
 def test_one_group_only() -> None:
     """The host's parameters are one group; others would not be followed."""
-    with pytest.raises(ValueError, match="one group"):
+    with pytest.raises(ValueError, match=r"into 5 groups.*use one group, as in lambda p"):
         GrowingOptimizer(grown(), lambda p: torch.optim.SGD([{"params": [q]} for q in p], lr=0.1))
 
 

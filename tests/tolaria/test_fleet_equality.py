@@ -107,13 +107,13 @@ def run_step(fleet: HostFleet, lone: OneByOne, tolerance: float) -> None:
 # -- twenty minibatches -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "optimiser"), CASES)
+@pytest.mark.parametrize(("kind", "optimiser"), [CASES[0], CASES[3]])
 def test_equals_networks_one_by_one(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Five steps of four minibatches; ramps, rests and births run on by themselves."""
     task = task_of(kind, optimiser)
     fleet, lone = make_fleet(task, dtype=torch.float64), make_lone(task, dtype=torch.float64)
     seen = stages_of(fleet)
-    for _ in range(fleet.task.steps):
+    for _ in range(task.steps):
         run_step(fleet, lone, EXACT)
         seen |= stages_of(fleet)
     assert seen == set(SeedStage)
@@ -135,10 +135,10 @@ def play(grower: Growable, step: int, slots: tuple[str, ...], blueprint: str) ->
         grower.advance(2, third)
         grower.advance(0, second)
     elif step == 3:
-        grower.fossilize(3, first)
         grower.germinate(6, first, blueprint, style="multiply")
         grower.advance(2, second)
     elif step == 4:
+        grower.fossilize(3, first)
         grower.prune(7, second)
         grower.germinate(3, third, "norm")
 
@@ -149,35 +149,36 @@ def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConf
     task = task_of(kind, optimiser)
     fleet, lone = make_fleet(task, dtype=torch.float64), make_lone(task, dtype=torch.float64)
     blueprint = "conv_heavy" if kind == "cnn" else "lora_large"
-    for step in range(fleet.task.steps):
-        play(fleet, step, fleet.task.slot_ids, blueprint)
-        play(lone, step, fleet.task.slot_ids, blueprint)
+    seen = stages_of(fleet)
+    for step in range(task.steps):
+        play(fleet, step, task.slot_ids, blueprint)
+        play(lone, step, task.slot_ids, blueprint)
         run_step(fleet, lone, EXACT)
+        seen |= stages_of(fleet)
+    assert seen == set(SeedStage)
     assert_equal_networks(fleet, lone, EXACT)
 
 
-@pytest.mark.parametrize(("kind", "optimiser"), [CASES[0], CASES[3]])
+@pytest.mark.parametrize(("kind", "optimiser"), [CASES[1], CASES[2]])
 def test_equals_them_after_a_restore(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Three hosts go back by a step, structure and all, and train on with empty optimisers; the others go on."""
     task = task_of(kind, optimiser)
     fleet, lone = make_fleet(task, dtype=torch.float64), make_lone(task, dtype=torch.float64)
     blueprint = "conv_heavy" if kind == "cnn" else "lora_large"
-    for step in range(fleet.task.steps):
-        play(fleet, step, fleet.task.slot_ids, blueprint)
-        play(lone, step, fleet.task.slot_ids, blueprint)
+    for step in range(3):
+        play(fleet, step, task.slot_ids, blueprint)
+        play(lone, step, task.slot_ids, blueprint)
         run_step(fleet, lone, EXACT)
         if step == 1:
             fleet.snapshots.take()
             lone.snapshot()
-        if step == 2:
-            for env in (2, 4, 5):
-                fleet.snapshots.restore(env)
-                lone.restore(env)
-                assert_equal_states(fleet, lone, env, EXACT)
-            assert fleet.states[2][fleet.task.slot_ids[0]].stage is SeedStage.TRAINING, "cut, and back again"
-            fleet.advance(2, fleet.task.slot_ids[1])
-            lone.advance(2, fleet.task.slot_ids[1])
-            break
+    for env in (2, 4, 5):
+        fleet.snapshots.restore(env)
+        lone.restore(env)
+    assert_equal_networks(fleet, lone, EXACT)
+    assert fleet.states[2][task.slot_ids[0]].stage is SeedStage.TRAINING, "cut, and back again"
+    for grower in (fleet, lone):
+        grower.advance(2, task.slot_ids[1])
     run_step(fleet, lone, EXACT)
     run_step(fleet, lone, EXACT)
     assert_equal_networks(fleet, lone, EXACT)
@@ -288,7 +289,7 @@ def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
     assert len(together) == len(rows) == fleet.n + len(whose)
     inputs = samples.inputs.double() if samples.inputs.is_floating_point() else samples.inputs
     calibration = calibration.double() if calibration.is_floating_point() else calibration
-    asked = [(env, {}) for env in range(fleet.n)]
+    asked: list[tuple[int, dict[str, Role]]] = [(env, {}) for env in range(fleet.n)]
     for env, slot_id in whose:
         acts = fleet.states[env][slot_id].stage in ACTIVE_STAGES
         asked.append((env, {slot_id: Role.SILENT if acts else Role.SHADOW}))

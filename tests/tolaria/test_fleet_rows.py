@@ -15,12 +15,17 @@ from esper.tolaria.rows import START, Rows
 
 
 @pytest.mark.parametrize(
-    ("count", "size"),
-    [(0, 0), (1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (17, 32), (33, 48), (49, 64), (64, 64)]
-    + [(65, 96), (96, 96), (97, 128), (1000, 1024)],
+    ("counts", "size"),
+    [((0,), 0), ((1, 4), 4), ((5, 8), 8), ((9, 16), 16), ((17, 32), 32), ((33, 48), 48), ((49, 64), 64)],
 )
-def test_bucket(count: int, size: int) -> None:
-    """The table, and multiples of 32 beyond it."""
+def test_buckets_of_the_table(counts: tuple[int, ...], size: int) -> None:
+    """The smallest that holds so many."""
+    assert {bucket(count) for count in counts} == {size}
+
+
+@pytest.mark.parametrize(("count", "size"), [(65, 96), (96, 96), (97, 128), (1000, 1024)])
+def test_buckets_beyond_the_table(count: int, size: int) -> None:
+    """Multiples of 32."""
     assert bucket(count) == size
 
 

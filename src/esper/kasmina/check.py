@@ -1,6 +1,7 @@
 """Whether a host is sound, and how several copies of it can run at once: a check that users can call on their own.
 
-1. the segments line up, and each slot's declaration is what passes there;
+1. the segments line up, each slot's declaration is what passes there, and no segment has a state of its own: it writes
+   no buffer, and goes by the argument `train` rather than by its mode;
 2. nothing in it draws random numbers while it trains (no dropout in a fleet);
 3. every trainable parameter gets a gradient that is finite and not zero;
 4. rows: three copies with different weights give, run at once, what they give one by one.
@@ -20,8 +21,9 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
 from esper.kasmina.compare import cross_entropy
-from esper.kasmina.host import Host
+from esper.kasmina.host import Host, refuse_state
 from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS
+from esper.kasmina.streams import RandomState, random_state_kept
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec
 
 ROWS = 3
@@ -63,13 +65,14 @@ def check_host(host: nn.Module, example: Tensor | None = None, targets: Tensor |
     """Train a copy of `host` for a moment and run three of it at once; the host itself is not touched.
 
     `example` is a batch of inputs, needed unless the host is a built-in one; `targets` its classes (else it learns
-    random outputs). Raises `HostMismatchError` where a segment or slot does not fit, or where there is dropout.
+    random outputs). Raises `HostMismatchError` where a segment or slot does not fit, or has a state of its own.
     """
     host = copy.deepcopy(host).train()
-    with torch.random.fork_rng(devices=_cuda_devices(host)):
+    with random_state_kept(host):
         torch.manual_seed(0)
         x = example_of(host) if example is None else example
         if isinstance(host, Host):
+            refuse_state(host)
             host = host.double()  # so that what cancels, cancels
             x = x.double() if x.is_floating_point() else x
             _check_segments(host, x)
@@ -102,6 +105,7 @@ def _check_segments(host: Host, h: Tensor) -> None:
     for index, segment in enumerate(host.segments):
         label = f"segment {index} ({type(segment).__name__})"
         given = tuple(h.shape)
+        _check_stateless(segment, h, label)
         try:
             result = segment(h, True)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -114,6 +118,28 @@ def _check_segments(host: Host, h: Tensor) -> None:
             raise HostMismatchError(f"{label} returns statistics {unknown}; its buffers are {sorted(buffers)}")
         if index < len(host.slots) and (misfit := _slot_misfit(host.slots[index], h)):
             raise HostMismatchError(f"slot {host.slots[index].slot_id!r} after {label}: {misfit}")
+
+
+@torch.no_grad()
+def _check_stateless(segment: nn.Module, h: Tensor, label: str) -> None:
+    """Rows other than the main one run the same segments, and must leave no trace."""
+    segment = copy.deepcopy(segment)
+    before = {name: buffer.clone() for name, buffer in segment.named_buffers()}
+    try:
+        for train in (True, False):
+            trained, evaluated = (segment.train(mode)(h, train)[0] for mode in (True, False))
+            written = [name for name, buffer in segment.named_buffers() if not torch.equal(buffer, before[name])]
+            if written:
+                raise HostMismatchError(
+                    f"{label} writes {', '.join(written)}: return such values as statistics instead"
+                )
+            # A segment that draws differs too, and is named for that by the next clause.
+            if not torch.equal(trained, evaluated) and _randomness(segment, h, train) is None:
+                raise HostMismatchError(f"{label} goes by its own mode: go by the argument train instead")
+    except HostMismatchError:
+        raise
+    except Exception:  # what a segment cannot take is the business of the caller, which runs it again
+        return
 
 
 def _slot_misfit(spec: SlotSpec, h: Tensor) -> str | None:
@@ -129,17 +155,12 @@ def _slot_misfit(spec: SlotSpec, h: Tensor) -> str | None:
     return None if fits else f"declared with resolution {spec.resolution}, but a tensor of shape {shape} passes there"
 
 
-def _randomness(host: nn.Module, x: Tensor) -> str | None:
+def _randomness(host: nn.Module, *inputs: object) -> str | None:
     """Clause 2: a random stream that has moved during a forward pass."""
-    devices = _cuda_devices(host)
-
-    def streams() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices)]
-
-    before = streams()
+    before = RandomState.of(host)
     with torch.no_grad():
-        copy.deepcopy(host)(x)
-    if all(torch.equal(old, new) for old, new in zip(before, streams(), strict=True)):
+        copy.deepcopy(host).train()(*inputs)
+    if before.equals(RandomState.of(host)):
         return None
     layers = [name for name, part in host.named_modules() if "Dropout" in type(part).__name__]
     where = f": set {', '.join(layers)} to p=0" if layers else ""
@@ -242,7 +263,3 @@ def _disagreement(host: nn.Module, hosts: list[nn.Module], inputs: Tensor, run: 
 def _close(left: Tensor, right: Tensor) -> bool:
     tolerance = 1e-8 if left.dtype == torch.float64 else 1e-4
     return torch.allclose(left, right, rtol=tolerance, atol=tolerance)
-
-
-def _cuda_devices(module: nn.Module) -> list[int]:
-    return sorted({parameter.device.index for parameter in module.parameters() if parameter.device.type == "cuda"})

@@ -84,8 +84,13 @@ def save(
         slots=tuple(SavedSlot(_spec(slot), slot.state) for slot in slots.values()),
         frozen=tuple(name for name, p in _parameters(body.host, slots).items() if not p.requires_grad),
     )
-    check_model(model, "the model")
+    # Nothing is written that `read` and `restore` would refuse.
+    with refusal("the model cannot be stored so that it could be loaded again"):
+        plain_model = encode(model)
+        check_model(decode(SavedModel, json.loads(json.dumps(plain_model, allow_nan=False)), "model"), "the model")
     tensors = _storable(_tensors(body.host, slots))
+    if model.host.kind is not None:
+        _check_one_dtype(body.host, model)
 
     def write(new: Path) -> None:
         with refusal("the weights cannot be stored"):
@@ -95,7 +100,7 @@ def save(
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "model": model,
+            "model": plain_model,
             "weights": StoredWeights(len(raw), _digest(raw)),
         }
         with refusal("the model cannot be stored as JSON"):
@@ -120,6 +125,16 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stored[name] = plain.clone() if place in seen else plain
         seen.add(place)
     return stored
+
+
+def _check_one_dtype(host: nn.Module, model: SavedModel) -> None:
+    """A host is rebuilt from its configuration, all of it in one dtype."""
+    wanted = DTYPES[model.dtype]
+    for name, tensor in host.state_dict().items():
+        if tensor.is_floating_point() and tensor.dtype != wanted:
+            raise CheckpointError(
+                f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all of a {model.host.kind} at once"
+            )
 
 
 def _saved_host(body: Body) -> SavedHost:
@@ -251,7 +266,7 @@ def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
     slot = SeedSlot(entry.spec or entry.state.slot_id)
     if entry.state.blueprint is not None:
         with refusal(f"{where}: slot {entry.state.slot_id!r}"):
-            slot.plant(entry.state, 0, like=_like(body.host))
+            slot.plant(entry.state, 0, like=body.like(entry.state.slot_id))
     return slot
 
 

@@ -23,6 +23,18 @@ class ConvSegment(Segment):
         return F.relu(h), named_statistics("norm", statistics)
 
 
+class PooledSegment(Segment):
+    """A convolutional segment together with the pool behind it, for a pass that has nothing to do between the two."""
+
+    def __init__(self, segment: ConvSegment) -> None:
+        super().__init__()
+        self.conv, self.norm = segment.conv, segment.norm
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        h, statistics = self.norm.relu_pool(self.conv(h), train)
+        return h, named_statistics("norm", statistics)
+
+
 class PoolSegment(Segment):
     """Max pooling over 2×2."""
 

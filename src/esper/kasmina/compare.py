@@ -14,15 +14,35 @@ from torch.nn import functional as F
 
 from esper.kasmina.body import Body, Roles
 from esper.kasmina.slot import Role
-from esper.leyline import ACTIVE_STAGES, Measurement, SeedStage
+from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement, SeedStage
 
 CHUNK = 1024
 """Inputs per forward when rows are scored: bounds the memory, changes no result."""
+IGNORED = -100
+"""A target that is left out, as in torch: padding, or a token that nobody has to predict."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of (…, classes) against (…)."""
+    """Mean cross-entropy of (…, classes) against (…); targets of −100 are left out."""
+    check_targets(logits, targets)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def check_targets(logits: Tensor, targets: Tensor) -> None:
+    """Raise unless the targets are one class index per row of scores. No sync: values are not looked at."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        given = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise BadValueError(f"the host returns {given}; class scores, one floating-point tensor, are needed")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
+        raise BadValueError(
+            f"targets of {targets.dtype} are no class indices (int64): train on them with losses(…, criterion=…); "
+            "accuracies, and so auditions and contributions, exist for classes alone"
+        )
+    if logits.dim() < 2 or logits.shape[:-1] != targets.shape:
+        raise BadValueError(
+            f"targets of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}: "
+            "scores (…, classes) need targets (…), with the classes in the last axis"
+        )
 
 
 class RowScore(NamedTuple):
@@ -84,18 +104,30 @@ class Comparison(NamedTuple):
 def score_row(
     body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None, *, chunk: int = CHUNK
 ) -> RowScore:
-    """Score one row, calibrated on the given training inputs or, with None, by the running statistics."""
+    """Score one row, calibrated on the given training inputs or, with None, by the running statistics.
+
+    Targets of −100 are left out.
+    """
     statistics = None if calibration is None else body.calibrate(calibration, roles)
     correct, losses = [], []
     for inputs, wanted in zip(x.split(chunk), targets.split(chunk), strict=True):
-        logits = body.evaluate(inputs, roles, statistics).flatten(0, -2)
-        correct.append(logits.argmax(-1) == wanted.flatten())
-        losses.append(F.cross_entropy(logits, wanted.flatten(), reduction="none"))
+        output = body.evaluate(inputs, roles, statistics)
+        check_targets(output, wanted)
+        counts = wanted.flatten() != IGNORED
+        logits, classes = output.flatten(0, -2)[counts], wanted.flatten()[counts]
+        if bool(((classes < 0) | (classes >= logits.shape[-1])).any()):
+            raise BadValueError(
+                f"targets from {int(classes.min())} to {int(classes.max())} are no classes of a host with "
+                f"{logits.shape[-1]} scores; {IGNORED} leaves a target out"
+            )
+        correct.append(logits.argmax(-1) == classes)
+        losses.append(F.cross_entropy(logits, classes.long(), reduction="none"))
     return RowScore(torch.cat(correct), torch.cat(losses))
 
 
 def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chunk: int = CHUNK) -> Comparison:
     """Audition every TRAINING seed and silence every acting one, against the main row."""
+    _check_inputs(x, targets, calibration)
     main = score_row(body, x, targets, {}, calibration, chunk=chunk)
     deployed = score_row(body, x, targets, {}, None, chunk=chunk)
     auditions: dict[str, Difference] = {}
@@ -108,3 +140,16 @@ def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chun
             row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration, chunk=chunk)
             contributions[slot_id] = Difference(paired_accuracy(main, row), paired_loss(main, row))
     return Comparison(main, deployed, auditions, contributions)
+
+
+def _check_inputs(x: Tensor, targets: Tensor, calibration: Tensor) -> None:
+    """Before anything is run."""
+    for name, given in (("inputs", x), ("targets", targets), ("calibration", calibration)):
+        if not isinstance(given, Tensor):
+            raise BadValueError(f"{name} are a {type(given).__name__}; one tensor is needed")
+        if given.dim() == 0 or given.numel() == 0:
+            raise BadValueError(f"{name} of shape {tuple(given.shape)} hold nothing to measure on")
+    if len(x) != len(targets):
+        raise BadValueError(f"{len(x)} inputs but {len(targets)} targets: each input needs its own")
+    if not bool((targets != IGNORED).any()):
+        raise BadValueError(f"all {targets.numel()} targets are {IGNORED}, which leaves them out: nothing is left")

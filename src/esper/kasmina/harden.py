@@ -20,12 +20,15 @@ from esper.kasmina.export import ExportError, Growth, bare_copy, blocks_source, 
 from esper.kasmina.layers import Statistics
 from esper.kasmina.slot import Role, SeedSlot
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError, UnknownNameError
+from esper.leyline.files import replace_folder, sync_to_disk
 
 WEIGHTS = "weights.safetensors"
 NETWORK = "network.py"
 BLOCKS = "grown_blocks.py"
 PROGRAM = "model.pt2"
 CONTENTS = "contents.json"
+WRITTEN = (WEIGHTS, NETWORK, BLOCKS, PROGRAM, CONTENTS, "__pycache__")
+"""What a folder may hold that is written anew; Python leaves the last one where the source was imported."""
 
 
 def harden(
@@ -40,7 +43,7 @@ def harden(
     """The network of `body` in eval mode, with its fossils and the seeds named in `keep` built in.
 
     A folder gets the source, `weights.safetensors` and `contents.json`; for an attached host also `model.pt2`, for
-    inference, if there is an `example` input (or a `calibration`) to trace it with.
+    inference, if there is an `example` input (or a `calibration`) to trace it with. The folder is replaced as a whole.
     """
     keep, drop = ((names,) if isinstance(names, str) else tuple(names) for names in (keep, drop))
     growths = choose(body, keep, drop)
@@ -51,16 +54,22 @@ def harden(
     else:
         text, network = _from_attached(body, growths, statistics)
         source = BLOCKS
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / source).write_text(text, encoding="utf-8")
+
+    def write(new: Path) -> None:
+        (new / source).write_text(text, encoding="utf-8")
         contents = _contents(body, growths, recalibrated=bool(statistics)) | {"source": source}
+        contents["frozen"] = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
         if source == NETWORK:
-            save_file(network.state_dict(), folder / WEIGHTS)
+            save_file(network.state_dict(), new / WEIGHTS)
         else:
-            save_model(network, str(folder / WEIGHTS))
-            contents["program"] = _write_program(network, calibration if example is None else example, folder)
-        (folder / CONTENTS).write_text(json.dumps(contents, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            save_model(network, str(new / WEIGHTS))
+            contents["program"] = _write_program(network, calibration if example is None else example, new)
+        (new / CONTENTS).write_text(json.dumps(contents, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        for path in new.iterdir():
+            sync_to_disk(path)
+
+    if folder is not None:
+        replace_folder(folder.resolve(), write, WRITTEN)
     return network
 
 
@@ -153,6 +162,7 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     with torch.device("meta"):
         network: nn.Module = module.Network()
     network.load_state_dict(_weights(body, network, sources, statistics), assign=True)
+    _keep_frozen(network, sources)
     counted = sum(parameter.numel() for parameter in network.parameters())
     expected = sum(p.numel() for p in body.host.parameters()) + sum(growth.parameters for growth in growths)
     if counted != expected:
@@ -184,6 +194,13 @@ def _weights(
     return weights
 
 
+def _keep_frozen(network: nn.Module, sources: Mapping[str, nn.Module]) -> None:
+    """What did not train before does not train now."""
+    for prefix, module in sources.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            network.get_parameter(f"{prefix}.{name}").requires_grad_(parameter.requires_grad)
+
+
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
@@ -207,12 +224,12 @@ def _from_attached(body: Body, growths: Sequence[Growth], statistics: Statistics
     for growth in growths:
         block = blocks[id(bases[growth.slot_id])]
         block.load_state_dict(_weights(body, block, growth.parts, statistics))
+        _keep_frozen(block, growth.parts)
     return text, network.eval()
 
 
 def _write_program(network: nn.Module, example: Tensor | None, folder: Path) -> str:
     """Write `model.pt2` with a free batch axis; its name, or why it is not there."""
-    (folder / PROGRAM).unlink(missing_ok=True)
     if example is None:
         return "not written: it needs example=, an input to trace the network with"
     if len(example) < 2:
@@ -221,8 +238,9 @@ def _write_program(network: nn.Module, example: Tensor | None, folder: Path) -> 
         program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         torch.export.save(program, folder / PROGRAM)
     except Exception as error:  # torch.export raises what it likes; all other files are good
+        (folder / PROGRAM).unlink(missing_ok=True)  # it may have been half written
         reason = f"not written: torch.export cannot trace this network ({error})"
-        warnings.warn(f"{PROGRAM} was {reason}", stacklevel=4)
+        warnings.warn(f"{PROGRAM} was {reason}", stacklevel=6)
         return reason
     return PROGRAM
 

@@ -220,7 +220,8 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
     if steps == 0 or state.alpha == 0.0:
         return cut(state, config)
     blending = state if state.stage is SeedStage.BLENDING else enter(state, SeedStage.BLENDING)
-    begun = replace(blending, pruning=True, controller=state.controller.retarget(0.0, steps, curve).step())
+    controller = state.controller.retarget(0.0, steps, curve).step()
+    begun = replace(blending, pruning=True, controller=controller, contributions=())
     return begun if begun.alpha > 0.0 else cut(begun, config)
 
 

@@ -58,9 +58,13 @@ def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolati
             f"{type(host).__name__} is no Host (segments with slots between them): "
             'use attach(model, {"layer2": 128}) to put slots behind its submodules'
         )
-    wanted = [spec.slot_id for spec in host.slots] if slots is None else [slots] if isinstance(slots, str) else slots
+    if slots is None:
+        slots = [spec.slot_id for spec in host.slots]
+    wanted = [slots] if isinstance(slots, str) else list(slots)
+    if any(not isinstance(slot_id, str) for slot_id in wanted):
+        raise BadValueError(f"slots {wanted} must be ids such as 'r1c0'")
     if len(set(wanted)) != len(wanted):
-        raise BadValueError(f"slots {list(wanted)} must each be named once")
+        raise BadValueError(f"slots {wanted} must each be named once")
     specs = [host.slots[index] for index in sorted({host.slot_index(slot_id) for slot_id in wanted})]
     like = next(host.parameters(), None)
     if like is None:

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import BadValueError
-
-if TYPE_CHECKING:
-    from esper.kasmina.model import MorphogeneticModel
+from esper.kasmina.model import MorphogeneticModel
+from esper.leyline import BadValueError, CheckpointError, UnknownNameError
+from esper.leyline.numbers import require_positive
 
 HOST = "host"
 CLIP_EPS = 1e-6
@@ -27,18 +26,27 @@ class GrowingOptimizer:
 
     def __init__(
         self,
-        model: "MorphogeneticModel",
+        model: MorphogeneticModel,
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         *,
         seed_options: dict[str, Any] | None = None,  # Any: whatever the wrapped optimiser takes
         clip_norm: float | None = None,
     ) -> None:
+        if not isinstance(model, MorphogeneticModel):
+            raise BadValueError(
+                f"GrowingOptimizer follows a MorphogeneticModel, not {type(model).__name__}: "
+                "wrap it first, with attach(model, slots)"
+            )
+        if clip_norm is not None:
+            require_positive("clip_norm", clip_norm, remark="; None clips nothing")
         self.model = model
         self.clip_norm = clip_norm
         self.seed_options = dict(seed_options or {})
-        self.wrapped = make(list(model.host_parameters()))
-        if len(self.wrapped.param_groups) != 1:
-            raise BadValueError("make() must put the host's parameters into one group")
+        self.wrapped = _make_one_group(make, list(model.host_parameters()))
+        settings = [key for key in self.wrapped.param_groups[0] if key != "params"]
+        for key in self.seed_options:
+            if key not in settings:
+                raise UnknownNameError(f"setting of {type(self.wrapped).__name__} in seed_options", key, settings)
         self.wrapped.param_groups[0]["name"] = HOST
         model.follow(self)
 
@@ -60,9 +68,27 @@ class GrowingOptimizer:
         order = [HOST, *alive]
         groups.sort(key=lambda group: order.index(group["name"]))
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self.wrapped.zero_grad(set_to_none=True)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set them to zero."""
+        self.wrapped.zero_grad(set_to_none=set_to_none)
+
+    # Any: what the wrapped optimiser keeps
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and state of all groups, host first, then the slots in their order."""
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume. The model must hold the seeds that it had then: load it before."""
+        given = [group.get("name") for group in state.get("param_groups", [])]
+        here = [group["name"] for group in self.wrapped.param_groups]
+        sizes = [len(group["params"]) for group in state.get("param_groups", [])]
+        if given != here or sizes != [len(group["params"]) for group in self.wrapped.param_groups]:
+            raise CheckpointError(
+                f"the state is of groups {given} with {sizes} parameters, the model has {here} with "
+                f"{[len(group['params']) for group in self.wrapped.param_groups]}: "
+                "load the model that was saved beside it first, then its optimiser"
+            )
+        self.wrapped.load_state_dict(state)
 
     def step(self) -> dict[str, float]:
         """Clip each group, step those that are finite, and tell the seeds their gradient norms (which it returns).
@@ -92,6 +118,20 @@ class GrowingOptimizer:
                 norms.append(torch.nn.utils.get_total_norm(gradients))
         values = torch.stack(norms).tolist() if norms else []
         return groups, dict(zip(names, values, strict=True))
+
+
+def _make_one_group(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    made = make(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise BadValueError(f"make() returned {type(made).__name__}; it must build a torch optimiser of what it gets")
+    if len(made.param_groups) != 1:
+        raise BadValueError(
+            f"make() put the host's parameters into {len(made.param_groups)} groups, and a seed could not know whose "
+            "settings to take: use one group, as in lambda p: torch.optim.AdamW(p, lr=1e-3)"
+        )
+    return made
 
 
 def _same(left: list[nn.Parameter], right: list[nn.Parameter] | None) -> bool:

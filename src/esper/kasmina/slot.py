@@ -136,7 +136,7 @@ class SeedSlot(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SeedSlot":
         """As for any module; alpha is then set anew, as a wider dtype would keep the digits of the old one."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not type it
         self.alpha.fill_(self.state.alpha)
         return self
 

@@ -51,6 +51,7 @@ class ImageBatches:
         self.std = torch.tensor(data.std, device=device)[:, None, None].clamp_min(1e-6)
         self._data = data
         self._order: tuple[int, Tensor, Tensor] | None = None
+        self._channels_last: Tensor | None = None
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: passes over shuffled data, one after the other."""
@@ -59,10 +60,7 @@ class ImageBatches:
     def minibatches(self, seeds: Tensor, index: int) -> Samples:
         """The same for several seeds (G,) at once: inputs (G, B, C, H, W), targets (G, B)."""
         seeds = seeds.to(self.images.device)
-        places = range(index * self.batch, (index + 1) * self.batch)
-        first, last = places[0] // self.count, places[-1] // self.count
-        order = torch.cat([self._permutations(seeds, epoch) for epoch in range(first, last + 1)], dim=1)
-        chosen = order[:, places[0] - first * self.count :][:, : self.batch]
+        chosen = self._chosen(seeds, index)
         images = self.images[chosen]
         if self.shift:
             images = self._shifted(images, seeds, index)
@@ -70,6 +68,43 @@ class ImageBatches:
             flipped = self._draw(2, seeds, index, Purpose.FLIP).bool()
             images = torch.where(flipped[..., None, None, None], images.flip(-1), images)
         return Samples(self._normalised(images), self.labels[chosen])
+
+    def rows(self, seeds: Tensor, group: Tensor, index: int, dtype: torch.dtype) -> Samples:
+        """The minibatch of every row of a fleet: row r takes the draw of `group[r]`. Inputs (R, B, C, H, W)."""
+        if self.images.device.type != "cuda":
+            inputs, targets = self.minibatches(seeds, index)
+            return Samples(inputs.to(dtype)[group], targets[group])
+        from esper.tolaria.kernels import draw_rows  # needs triton, which only CUDA builds bring along
+
+        chosen = self._chosen(seeds, index)
+        if self._channels_last is None:
+            self._channels_last = self.images.permute(0, 2, 3, 1).contiguous()
+        none = torch.zeros_like(chosen)
+        span = 2 * self.shift + 1
+        moves = (
+            self._draw(span, seeds, index, Purpose.SHIFT_ROWS) if self.shift else none,
+            self._draw(span, seeds, index, Purpose.SHIFT_COLUMNS) if self.shift else none,
+            self._draw(2, seeds, index, Purpose.FLIP) if self.flip else none,
+        )
+        mean, std = self.mean.flatten(), self.std.flatten()
+        inputs = draw_rows(
+            self._channels_last,
+            chosen,
+            moves,
+            group,
+            1 / (255 * std),
+            -mean / std,
+            shift=self.shift,
+            dtype=dtype,
+        )
+        return Samples(inputs, self.labels[chosen][group])
+
+    def _chosen(self, seeds: Tensor, index: int) -> Tensor:
+        """Numbers of the training images of a minibatch (G, B)."""
+        places = range(index * self.batch, (index + 1) * self.batch)
+        first, last = places[0] // self.count, places[-1] // self.count
+        order = torch.cat([self._permutations(seeds, epoch) for epoch in range(first, last + 1)], dim=1)
+        return order[:, places[0] - first * self.count :][:, : self.batch].contiguous()
 
     def validation(self) -> Samples:
         """Images carved from the training set, the same for every host."""
@@ -141,6 +176,11 @@ class TextBatches:
         samples = torch.arange(self.batch, device=self.text.device)
         starts = counter_below(self.count, seeds.to(self.text.device)[:, None], index, Purpose.WINDOW, samples)
         return self._windows(self.text, starts)
+
+    def rows(self, seeds: Tensor, group: Tensor, index: int, dtype: torch.dtype) -> Samples:
+        """The minibatch of every row of a fleet: row r takes the draw of `group[r]`. (R, B, block) both."""
+        inputs, targets = self.minibatches(seeds, index)
+        return Samples(inputs[group], targets[group])
 
     def validation(self) -> Samples:
         """The validation stretch, cut into windows."""

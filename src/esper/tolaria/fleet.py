@@ -81,13 +81,19 @@ class HostFleet:
         self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
         padded = self.seeds + self.seeds[:1] * (LEAST_ROWS - n)
         made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
-        self.host = StackedHost([made[seed] for seed in padded], self.device, dtype, compute or dtype)
+        self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
+        self.places = {slot_id: made[padded[0]].slot_index(slot_id) for slot_id in self.slots}
+        self.host = StackedHost(
+            [made[seed] for seed in padded],
+            self.places.values(),
+            device=self.device,
+            dtype=dtype,
+            compute=compute or dtype,
+        )
         self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
         groups = list(dict.fromkeys(padded))
         self._group = torch.tensor([groups.index(seed) for seed in padded], device=self.device)
         self._order_seeds = torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
-        self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
-        self.places = {slot_id: self.host.skeleton.slot_index(slot_id) for slot_id in self.slots}
         self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(n)]
         self.banks: dict[tuple[str, str], Bank] = {}
         self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
@@ -120,9 +126,7 @@ class HostFleet:
 
     def draw(self, index: int) -> Samples:
         """The minibatch of that number for every row: inputs (R, B, …), targets (R, B, …)."""
-        inputs, targets = self.batches.minibatches(self._order_seeds, index)
-        inputs = inputs.to(self.host.compute) if inputs.is_floating_point() else inputs
-        return Samples(inputs[self._group], targets[self._group])
+        return self.batches.rows(self._order_seeds, self._group, index, self.host.compute)
 
     def train_minibatch(self, samples: Samples, rate: float, warm: float = 1.0) -> Tensor:
         """One step of every host and seed; returns the losses of the main rows (R,). `warm` scales newborns' rate."""

@@ -1,12 +1,14 @@
 """One pass: the rows of a fleet from the input to the output. The same function trains, validates and ablates."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
+from esper.kasmina.cnn import ConvSegment, PooledSegment, PoolSegment
 from esper.kasmina.host import Host
 from esper.kasmina.layers import BatchNorm2d, Statistics, add_rows, cat_rows, take_rows
 from esper.tolaria.rows import START, Rows
@@ -21,12 +23,30 @@ class PassResult(NamedTuple):
     taps: dict[int, Tensor]
 
 
+def _joined(segments: Sequence[nn.Module], places: Collection[int]) -> list[nn.Module | None]:
+    """Segments with the pool behind them taken along where no slot lies between; None in the pool's place."""
+    joined: list[nn.Module | None] = list(segments)
+    for index, (segment, following) in enumerate(pairwise(segments)):
+        if isinstance(segment, ConvSegment) and isinstance(following, PoolSegment) and index not in places:
+            joined[index], joined[index + 1] = PooledSegment(segment), None
+    return joined
+
+
 class StackedHost:
     """Hosts of one shape with weights stacked over envs."""
 
-    def __init__(self, hosts: list[Host], device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
-        """`dtype` is that of the weights and statistics, `compute` that of streams and products."""
+    def __init__(
+        self,
+        hosts: list[Host],
+        places: Collection[int],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+    ) -> None:
+        """`places` are where slots are in use; `dtype` is that of the weights and statistics, `compute` of streams."""
         self.skeleton = hosts[0].to(device=device, dtype=dtype)
+        self._segments = _joined(list(self.skeleton.segments), places)
         self.compute = compute
         shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)
@@ -74,15 +94,15 @@ class StackedHost:
         h = None if START not in births else x
         taps: dict[int, Tensor] = {}
         found: list[Statistics] = []
-        for index, segment in enumerate(self.skeleton.segments):
+        for index, segment in enumerate(self._segments):
             found.append({})
-            if h is not None:
+            if h is not None and segment is not None:
                 state = self.segment_state(index, rows, len(h))
                 h, found[index] = functional_call(
                     segment, state | (statistics[index] if statistics else {}), (h, train)
                 )
-                if index in tapped:
-                    taps[index] = h.detach()
+            if h is not None and index in tapped:
+                taps[index] = h.detach()
             if index in births:
                 source = h if streams is None else streams[index]
                 assert source is not None, "rows that are born without a stream"

@@ -3,7 +3,8 @@
 1. residual: Δ(h) has the shape of h;
 2. identity at birth: Δ(h) is exactly zero;
 3. alive: every parameter tensor gets a gradient that matters;
-4. its parameter count is the one that it states.
+4. its parameter count is the one that it states;
+5. stateless: a forward pass in training mode writes no buffer and draws no random number.
 """
 
 import copy
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry, BlueprintSpec
+from esper.kasmina.streams import RandomState, random_state_kept
 from esper.leyline import BadValueError, BlueprintContractError, Topology
+from esper.leyline.numbers import require_whole
 
 ALIVE_RATIO = 1e-6
 """A tensor is dead when its gradient norm never exceeds this share of the blueprint's largest."""
@@ -39,6 +42,7 @@ def check_blueprint(
     topology: Topology, name: str, width: int, *, resolution: int | None = None, seeds: int = ALIVE_SEEDS
 ) -> BlueprintReport:
     """Check a registered blueprint at a width; raises `BlueprintContractError` naming the clause that is broken."""
+    require_whole("seeds", seeds, 1, remark=": each is a fresh set of weights to check")
     spec = BlueprintRegistry.spec(topology, name)
     side = resolution if resolution is not None else _default_resolution(spec)
     if problem := spec.misfit(width, side):
@@ -47,12 +51,13 @@ def check_blueprint(
     ratios: dict[str, float] = {}
     for rng_seed in range(seeds):
         module = BlueprintRegistry.build(topology, name, width, resolution=side, rng_seed=rng_seed).double()
-        _check_count(module, spec, width, label)
         # What passes a slot is a signed activation or, behind a ReLU, a non-negative one: a seed must live on both.
         for positive in (False, True):
             batches = _batches(topology, width, side, rng_seed, positive)
-            _check_birth(module, batches[0], label)
-            norms = _gradient_norms(copy.deepcopy(module), batches, rng_seed)
+            with random_state_kept(module):
+                _check_stateless(copy.deepcopy(module), batches[0], label)
+                _check_birth(module, batches[0], label)
+                norms = _gradient_norms(copy.deepcopy(module), batches, rng_seed)
             largest = max(norms.values())
             for parameter, norm in norms.items():
                 ratio = norm / largest if largest > 0 else 0.0
@@ -78,11 +83,21 @@ def _batches(topology: Topology, width: int, side: int, rng_seed: int, positive:
     return [draw.relu() for draw in draws] if positive else draws
 
 
-def _check_count(module: nn.Module, spec: BlueprintSpec, width: int, label: str) -> None:
-    actual = sum(parameter.numel() for parameter in module.parameters())
-    if actual != spec.count(width):
+def _check_stateless(module: nn.Module, h: Tensor, label: str) -> None:
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    drawn = RandomState.of(module)
+    with torch.no_grad():
+        module.train()(h)
+    written = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, buffers[name])]
+    if written:
         raise BlueprintContractError(
-            f"{label} breaks clause 4 (count): it states {spec.count(width)} parameters but has {actual}"
+            f"{label} breaks clause 5 (stateless): forward writes {', '.join(written)}, also in rows that must write "
+            "nothing. Use GroupNorm or LayerNorm instead of BatchNorm"
+        )
+    if not drawn.equals(RandomState.of(module)):
+        raise BlueprintContractError(
+            f"{label} breaks clause 5 (stateless): forward draws random numbers, and so would change those of the "
+            "host. Leave out dropout"
         )
 
 

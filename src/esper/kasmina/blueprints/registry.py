@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from esper.kasmina.layers import reset_parameters
-from esper.leyline import TOPOLOGIES, BadValueError, BlueprintOffer, SlotSpec, Topology, UnknownNameError
+from esper.leyline import (
+    TOPOLOGIES,
+    BadValueError,
+    BlueprintContractError,
+    BlueprintOffer,
+    SlotSpec,
+    Topology,
+    UnknownNameError,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,20 @@ class BlueprintSpec:
             )
         return None
 
+    def check_built(self, module: nn.Module, width: int) -> nn.Module:
+        """What `build` gave, if it is a module with the parameters that `count` states."""
+        label = f"{self.topology} blueprint {self.name!r} at width {width}"
+        if not isinstance(module, nn.Module):
+            raise BlueprintContractError(f"{label}: its factory returned {type(module).__name__}, not an nn.Module")
+        actual, stated = sum(parameter.numel() for parameter in module.parameters()), self.count(width)
+        if actual == 0:
+            raise BlueprintContractError(f"{label} has no parameters: such a seed could never learn")
+        if type(stated) is not int or actual != stated:
+            raise BlueprintContractError(
+                f"{label} breaks clause 4 (count): it states {stated!r} parameters but has {actual}"
+            )
+        return module
+
 
 class BlueprintRegistry:
     """All blueprints by topology and name."""
@@ -67,8 +89,14 @@ class BlueprintRegistry:
             raise UnknownNameError("topology", topology, TOPOLOGIES)
         if (topology, name) in cls._specs:
             raise BadValueError(f"a blueprint {name!r} for {topology} slots is registered already")
+        if not callable(count):
+            raise BadValueError(
+                f"count of blueprint {name!r} is {count!r}; pass a function of the width, such as lambda c: 3 * c"
+            )
 
         def enter(build: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+            if not callable(build):
+                raise BadValueError(f"blueprint {name!r} is {build!r}; decorate a module class or a function of width")
             cls._specs[topology, name] = BlueprintSpec(
                 name, topology, build, count, min_width, min_resolution, min_values, multiple_of
             )
@@ -100,16 +128,19 @@ class BlueprintRegistry:
     def build(
         cls, topology: Topology, name: str, width: int, *, resolution: int | None = None, rng_seed: int | None = None
     ) -> nn.Module:
-        """A new seed module for a slot of that width; `rng_seed` fixes its initial weights."""
+        """A new seed module for a slot of that width; `rng_seed` fixes its initial weights.
+
+        Raises `BlueprintContractError` where it has not the parameters that were stated: budgets rely on these.
+        """
         spec = cls.spec(topology, name)
         if problem := spec.misfit(width, resolution):
             raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
         if rng_seed is None:
-            return spec.build(width)
+            return spec.check_built(spec.build(width), width)
         # Layers of torch draw from the global stream as they are built: it is seeded for them, and put back.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng_seed)
-            module = spec.build(width)
+            module = spec.check_built(spec.build(width), width)
         reset_parameters(module, rng_seed)
         return module
 

@@ -1,0 +1,507 @@
+"""The governor: faults are caught before the next decision, healthy hosts are left alone (requirement 95)."""
+
+import copy
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from fleets import (
+    AT_ONCE,
+    Seedling,
+    assert_same,
+    assert_same_env,
+    everything_of,
+    grow,
+    make_fleet,
+    task_of,
+)
+from torch import Tensor, nn
+
+from esper.leyline import BadValueError, EsperError, SeedStage
+from esper.tolaria import Governor, GovernorConfig, HostFleet, Panic, Symptom, Task, get_task
+from esper.tolaria.batches import Samples
+
+TASK = replace(get_task("digits"), steps=20, batches_per_step=6)
+ENV = 2
+"""The one that is harmed. It has a seed in TRAINING, one in BLENDING and one that waits."""
+SEEDLINGS = (
+    Seedling(0, 0, "conv_light", "add", SeedStage.TRAINING),
+    Seedling(1, 0, "conv_light", "gate", SeedStage.BLENDING),
+    Seedling(ENV, 0, "conv_light", "add", SeedStage.TRAINING),
+    Seedling(ENV, 1, "depthwise", "gate", SeedStage.BLENDING),
+    Seedling(ENV, 2, "norm", "add", SeedStage.GERMINATED),
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> HostFleet:
+    """Four hosts that have left random guessing, with seeds; snapshots are as they stand. Copy before use."""
+    fleet = HostFleet(TASK, 4, config=AT_ONCE)
+    for _ in range(8):
+        fleet.train_step()
+        assert fleet.govern(fleet.validate()) == []
+        fleet.tick()
+    assert float(fleet.losses.max()) < 0.6 * TASK.random_guess_loss
+    grow(fleet, SEEDLINGS, TASK.slot_ids)
+    fleet.snapshots.take()
+    return fleet
+
+
+@pytest.fixture(scope="module")
+def healthy(trained: HostFleet) -> HostFleet:
+    """The same after one more step in which nothing happened."""
+    fleet = copy.deepcopy(trained)
+    fleet.train_step()
+    assert fleet.govern(fleet.validate()) == []
+    return fleet
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nan_weight(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """One weight of the host."""
+    fleet.host.weights.matrix[ENV, 5] = torch.nan
+    yield samples
+
+
+@contextmanager
+def infinite_weight(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """One weight of the host."""
+    fleet.host.weights.matrix[ENV, -1] = torch.inf
+    yield samples
+
+
+@contextmanager
+def nan_statistics(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A running mean, which training does not even read."""
+    fleet.host.buffers["segments.2.norm.running_mean"][ENV, 1] = torch.nan
+    yield samples
+
+
+@contextmanager
+def infinite_statistics(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A running variance."""
+    fleet.host.buffers["segments.0.norm.running_var"][ENV, 0] = torch.inf
+    yield samples
+
+
+@contextmanager
+def nan_gradient(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """Of the first kernel, in this minibatch alone: the optimiser steps over it, so no weight shows it."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoiled = gradient.clone()
+        spoiled[ENV, 0] = torch.nan
+        return spoiled
+
+    handle = fleet.host.weights.leaves["segments.0.conv.weight"].register_hook(spoil)
+    yield samples
+    handle.remove()
+
+
+@contextmanager
+def infinite_seed(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A weight of the seed in TRAINING: the main row does not see it."""
+    fleet.banks["r1c0", "conv_light"].weights.matrix[ENV, 3] = torch.inf
+    yield samples
+
+
+@contextmanager
+def nan_acting_seed(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A weight of the seed that blends."""
+    fleet.banks["r1c1", "depthwise"].weights.matrix[ENV, 0] = torch.nan
+    yield samples
+
+
+@contextmanager
+def nan_waiting_seed(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A weight of the seed that does nothing yet."""
+    fleet.banks["r1c2", "norm"].weights.matrix[ENV, 0] = torch.nan
+    yield samples
+
+
+@contextmanager
+def nan_data(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """One pixel of the group's minibatch."""
+    inputs = samples.inputs.clone()
+    inputs[ENV, 3, 0, 4, 4] = torch.nan
+    yield Samples(inputs, samples.targets)
+
+
+@contextmanager
+def infinite_data(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A whole image."""
+    inputs = samples.inputs.clone()
+    inputs[ENV, 0] = torch.inf
+    yield Samples(inputs, samples.targets)
+
+
+@contextmanager
+def high_rate(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """A learning rate × 1,000 for one minibatch."""
+    fleet.rate_scale[ENV] = 1_000
+    yield samples
+    fleet.rate_scale[ENV] = 1
+
+
+@contextmanager
+def zeroed_head(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
+    """The last layer: every class is as likely as any other."""
+    for name in ("segments.6.linear.weight", "segments.6.linear.bias"):
+        fleet.host.weights.leaves[name].detach()[ENV] = 0
+    yield samples
+
+
+Fault = Callable[[HostFleet, Samples], AbstractContextManager[Samples]]
+FAULTS: dict[Fault, Symptom] = {
+    nan_weight: Symptom.NOT_FINITE,
+    infinite_weight: Symptom.NOT_FINITE,
+    nan_statistics: Symptom.NOT_FINITE,
+    infinite_statistics: Symptom.NOT_FINITE,
+    nan_gradient: Symptom.NOT_FINITE,
+    infinite_seed: Symptom.NOT_FINITE,
+    nan_acting_seed: Symptom.NOT_FINITE,
+    nan_waiting_seed: Symptom.NOT_FINITE,
+    nan_data: Symptom.NOT_FINITE,
+    infinite_data: Symptom.NOT_FINITE,
+    high_rate: Symptom.RUNAWAY_UPDATE,
+    zeroed_head: Symptom.COLLAPSE,
+}
+
+
+def train_with(fleet: HostFleet, fault: Fault, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of training with a fault in the minibatch of that number."""
+    sound = fleet.train_minibatch
+    count = 0
+
+    def train_minibatch(samples: Samples, rate: float, warm: float = 1.0) -> Tensor:
+        nonlocal count
+        count += 1
+        if count != place + 1:
+            return sound(samples, rate, warm)
+        with fault(fleet, samples) as spoiled:
+            return sound(spoiled, rate, warm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "train_minibatch", train_minibatch)
+        fleet.train_step()
+    assert count == TASK.batches_per_step
+
+
+def assert_restored(fleet: HostFleet, before: HostFleet, env: int) -> None:
+    """An env is what it was, bit for bit, but for the optimisers: they know nothing."""
+    assert fleet.states[env] == before.states[env]
+    mine, reference = everything_of(fleet, env), everything_of(before, env)
+    kept = {name for name in reference if "momentum" not in name and "steps" not in name}
+    assert_same({name: mine[name] for name in kept}, {name: reference[name] for name in kept})
+    assert mine.keys() == reference.keys()
+    for name in mine.keys() - kept:
+        assert not mine[name].any(), name
+
+
+@pytest.mark.parametrize(
+    "place", [0, TASK.batches_per_step // 2, TASK.batches_per_step - 1], ids=["first", "mid", "last"]
+)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_are_caught_before_the_next_decision(
+    fault: Fault, place: int, trained: HostFleet, healthy: HostFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requirement 95, the fleet's half: in any minibatch of a step. The env goes back, the others never notice."""
+    fleet = copy.deepcopy(trained)
+    train_with(fleet, fault, place, monkeypatch)
+    (panic,) = fleet.govern(fleet.validate())
+    assert panic.env == ENV
+    assert FAULTS[fault] in panic.symptoms
+    assert_restored(fleet, trained, ENV)
+    for env in {*range(fleet.n)} - {ENV}:
+        assert_same_env(fleet, healthy, env)
+
+
+def test_life_goes_on_after_a_panic(trained: HostFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the snapshot on with other data; one panic for one fault."""
+    fleet = copy.deepcopy(trained)
+    train_with(fleet, nan_weight, 1, monkeypatch)
+    assert len(fleet.govern(fleet.validate())) == 1
+    fleet.tick()
+    for _ in range(2):
+        fleet.train_step()
+        assert fleet.govern(fleet.validate()) == []
+        fleet.tick()
+    assert fleet.losses.isfinite().all()
+    assert float(fleet.losses.max()) < 0.6 * TASK.random_guess_loss
+
+
+def test_structure_goes_back_too(trained: HostFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planted since the snapshot is gone, what was cut is there again, what went on goes back."""
+    fleet = copy.deepcopy(trained)
+    fleet.prune(ENV, "r1c2")
+    fleet.prune(ENV, "r1c0")
+    for _ in range(3):
+        fleet.tick()
+    fleet.germinate(ENV, "r1c2", "conv_small", style="gate")
+    fleet.germinate(ENV, "r1c0", "bottleneck")
+    train_with(fleet, nan_data, 2, monkeypatch)
+    (panic,) = fleet.govern(fleet.validate())
+    assert panic.env == ENV
+    assert_restored(fleet, trained, ENV)
+    for blueprint in ("bottleneck", "conv_small"):
+        (bank,) = (bank for (_, name), bank in fleet.banks.items() if name == blueprint)
+        assert not bank.weights.matrix.any(), "a seed that nobody owns"
+    fleet.train_step()
+    assert fleet.govern(fleet.validate()) == []
+
+
+def test_several_hosts_at_once(trained: HostFleet, healthy: HostFleet) -> None:
+    """Each goes back for its own reason."""
+    fleet = copy.deepcopy(trained)
+    fleet.host.weights.matrix[0, 0] = torch.nan
+    fleet.host.buffers["segments.0.norm.running_mean"][3, 0] = torch.inf
+    fleet.train_step()
+    panics = fleet.govern(fleet.validate())
+    assert [panic.env for panic in panics] == [0, 3]
+    for env in (0, 3):
+        assert_restored(fleet, trained, env)
+    for env in (1, ENV):
+        assert_same_env(fleet, healthy, env)
+
+
+def test_a_panic_is_told_once(trained: HostFleet) -> None:
+    """The signs of a step are forgotten with its verdicts."""
+    fleet = copy.deepcopy(trained)
+    fleet.host.weights.matrix[1] = torch.nan
+    fleet.train_step()
+    found = fleet.validate()
+    assert [panic.env for panic in fleet.govern(found)] == [1]
+    assert fleet.govern(fleet.validate()) == []
+
+
+# -- no false alarms --------------------------------------------------------------------------------------------------
+
+
+def act_at_random(fleet: HostFleet, env: int, draw: random.Random) -> None:
+    """One verb on one slot, as any controller might; one that is refused has changed nothing."""
+    slot_id = draw.choice(fleet.task.slot_ids)
+    blueprint = draw.choice([offer.name for offer in fleet.slots[slot_id].blueprints])
+    style, tempo, target = (
+        draw.choice(["add", "multiply", "gate"]),
+        draw.choice([3, 5, 8]),
+        draw.choice([0.5, 0.7, 1.0]),
+    )
+    verbs: list[Callable[[], object]] = [
+        lambda: fleet.germinate(env, slot_id, blueprint, style=style, tempo=tempo, alpha_target=target),
+        lambda: fleet.advance(env, slot_id),
+        lambda: fleet.set_alpha_target(env, slot_id, target, steps=tempo),
+        lambda: fleet.prune(env, slot_id, steps=draw.choice([0, 3])),
+        lambda: fleet.fossilize(env, slot_id),
+    ]
+    # Mostly forward, so that seeds get to act.
+    for verb in draw.choices(verbs, [4, 8, 1, 1, 1], k=2):
+        try:
+            verb()
+        except EsperError:
+            continue
+        break
+
+
+def assert_no_alarm(task: Task, n: int) -> None:
+    """Healthy hosts from their first step on; the second half of them grows at random."""
+    fleet = HostFleet(task, n)
+    draw = random.Random(0)
+    seen: set[SeedStage] = set()
+    for step in range(task.steps):
+        for env in range(n // 2, n):
+            act_at_random(fleet, env, draw)
+        fleet.train_step()
+        panics = fleet.govern(fleet.validate())
+        assert panics == [], f"step {step}"
+        fleet.tick()
+        seen |= {state.stage for states in fleet.states for state in states.values()}
+    assert {SeedStage.TRAINING, SeedStage.BLENDING} <= seen
+    assert float(fleet.losses.mean()) < task.random_guess_loss
+
+
+@pytest.mark.parametrize("name", ["digits_blind", "digits"])
+def test_no_false_alarm(name: str) -> None:
+    """Requirement 95: 20 hosts × 10 steps."""
+    assert_no_alarm(replace(get_task(name), steps=10, batches_per_step=6), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits_blind", "digits"])
+def test_no_false_alarm_in_many_hosts(name: str) -> None:
+    """Requirement 95: 200 hosts × 30 steps."""
+    assert_no_alarm(replace(get_task(name), steps=30), 200)
+
+
+# -- the signs by hand ------------------------------------------------------------------------------------------------
+
+
+def watch(
+    losses: list[float], *, guess: float = 2.0, variance: float = 1.0, config: GovernorConfig | None = None
+) -> Governor:
+    """One host with these losses, one per minibatch."""
+    governor = Governor(1, guess, config)
+    for loss in losses:
+        observe(governor, loss, variance)
+    return governor
+
+
+def observe(
+    governor: Governor, loss: float, variance: float = 1.0, *, finite: bool = True, ratio: float = 0.01
+) -> None:
+    """One minibatch."""
+    governor.observe(torch.tensor([loss]), torch.tensor([finite]), torch.tensor([variance]), torch.tensor([ratio]))
+
+
+WARM = [1.0, 0.9] * 10
+"""Mean 0.95, deviation 0.05: high is above max(0.95 + 6·0.05, 3·0.95) = 2.85."""
+
+
+def test_divergence_takes_three_minibatches_running() -> None:
+    """Two are a bad draw; three are not, and a good one in between starts the count anew."""
+    governor = watch([*WARM, 3.0, 3.0, 1.0, 3.0, 3.0])
+    assert governor.verdicts() == []
+    observe(governor, 3.0)
+    assert governor.verdicts() == [Panic(0, (Symptom.DIVERGENCE,))]
+
+
+def test_divergence_needs_both_limits() -> None:
+    """2.7 is 35 deviations above the mean but below three times it."""
+    assert watch([*WARM, 2.7, 2.7, 2.7, 2.7]).verdicts() == []
+    # With a wide spread three times the mean (3·1) is within six deviations (1 + 6·0.9).
+    assert watch([0.1, 1.9] * 10 + [3.3] * 4, guess=9.0).verdicts() == []
+
+
+def test_what_is_high_does_not_become_normal() -> None:
+    """High losses are not learnt from."""
+    governor = watch([*WARM, *[5.0] * 50])
+    assert governor.verdicts() == [Panic(0, (Symptom.DIVERGENCE,))]
+    observe(governor, 5.0)
+    assert governor.verdicts() == [Panic(0, (Symptom.DIVERGENCE,))]
+
+
+def test_collapse_needs_a_host_that_had_left() -> None:
+    """Guessing costs 2.0: a mean of 0.95 has left it (below 1.2), one of 1.5 has not."""
+    governor = watch(WARM)
+    observe(governor, 2.1)
+    assert governor.verdicts() == [Panic(0, (Symptom.COLLAPSE,))]
+    observe(governor, 2.2)  # worse than a guess by 10 %: no guess
+    assert governor.verdicts() == []
+    assert watch([*[1.5] * 20, 2.0]).verdicts() == []
+
+
+def test_nothing_is_normal_before_the_warm_up() -> None:
+    """Ten minibatches; only what is not finite, or runs away, counts before."""
+    assert watch([0.1] * 9 + [9.0] * 1).verdicts() == []
+    governor = watch([0.1])
+    observe(governor, float("nan"))
+    assert governor.verdicts() == [Panic(0, (Symptom.NOT_FINITE,))]
+    observe(governor, 0.1, ratio=1.5)
+    assert governor.verdicts() == [Panic(0, (Symptom.RUNAWAY_UPDATE,))]
+    observe(governor, 0.1, ratio=float("nan"))
+    assert governor.verdicts() == [Panic(0, (Symptom.RUNAWAY_UPDATE,))]
+    observe(governor, 0.1, finite=False)
+    assert governor.verdicts() == [Panic(0, (Symptom.NOT_FINITE,))]
+
+
+def test_flat_logits() -> None:
+    """A variance that was 1 and is 1e-4 of it."""
+    governor = watch(WARM)
+    observe(governor, 0.95, 2e-4)
+    assert governor.verdicts() == []
+    observe(governor, 0.95, 5e-5)
+    assert governor.verdicts() == [Panic(0, (Symptom.FLAT_LOGITS,))]
+
+
+def test_validation_counts_at_once() -> None:
+    """A loss that is high, and worse than guessing; or weights that are not finite."""
+    governor = watch(WARM)
+    governor.examine(torch.tensor([2.9]), torch.tensor([True]))
+    assert governor.verdicts() == [Panic(0, (Symptom.DIVERGENCE,))]
+    governor.examine(torch.tensor([2.8]), torch.tensor([True]))
+    assert governor.verdicts() == []
+    governor.examine(torch.tensor([0.9]), torch.tensor([False]))
+    assert governor.verdicts() == [Panic(0, (Symptom.NOT_FINITE,))]
+    governor.examine(torch.tensor([float("nan")]), torch.tensor([True]))
+    assert governor.verdicts() == [Panic(0, (Symptom.NOT_FINITE,))]
+
+
+@pytest.mark.parametrize("settings", [{"memory": 0.0}, {"memory": 1.0}, {"patience": 0}, {"warmup": 0}])
+def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
+    """Named with what is allowed."""
+    with pytest.raises(BadValueError):
+        GovernorConfig(**settings)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that Python knows of, each storage once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (Tensor, nn.Parameter):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def test_snapshots_never_grow() -> None:
+    """Requirement 7: 200 snapshots and 200 edits within ±5 % of the memory, all of it on the CPU."""
+    fleet = make_fleet(task_of("cnn"), grown=False)
+    blueprints = [offer.name for offer in fleet.slots["r1c0"].blueprints][:4]
+
+    def edit(number: int) -> None:
+        """Plant or cut in turn, somewhere else each time."""
+        env, slot_id = number // 2 % fleet.n, fleet.task.slot_ids[number // 2 % 3]
+        if number % 2:
+            fleet.prune(env, slot_id)
+        else:
+            fleet.germinate(env, slot_id, blueprints[number // 2 % 4])
+        fleet.tick()
+        fleet.snapshots.take()
+
+    for number in range(48):  # once through all that occurs: a bank stays when its last seed goes
+        edit(number)
+    stored, seen = [fleet.snapshots.bytes()], [tensor_bytes()]
+    for number in range(48, 248):
+        edit(number)
+        if number % 50 == 0:
+            fleet.train_step()
+        stored.append(fleet.snapshots.bytes())
+    seen.append(tensor_bytes())
+    assert max(stored) <= 1.05 * min(stored)
+    assert seen[1] <= 1.05 * seen[0]
+    assert all(tensor.device.type == "cpu" for tensor in fleet.snapshots._tensors.values())
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    """What is trained afterwards does not reach it, and restoring twice gives the same."""
+    fleet = make_fleet(task_of("cnn"))
+    before = copy.deepcopy(fleet)
+    fleet.snapshots.take()
+    for _ in range(2):
+        fleet.train_step()
+        for env in range(fleet.n):
+            fleet.snapshots.restore(env)
+            assert_restored(fleet, before, env)
+
+
+@pytest.mark.gpu
+def test_snapshots_of_a_fleet_on_cuda_are_in_host_memory() -> None:
+    """Requirement 7: and an env that comes back has the same bits."""
+    fleet = make_fleet(task_of("cnn"), device=torch.device("cuda"))
+    before = [everything_of(fleet, env) for env in range(fleet.n)]
+    assert all(tensor.device.type == "cpu" for tensor in fleet.snapshots._tensors.values())
+    fleet.snapshots.take()
+    fleet.train_step()
+    for env in range(fleet.n):
+        fleet.snapshots.restore(env)
+        assert_same(everything_of(fleet, env), before[env])

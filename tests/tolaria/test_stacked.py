@@ -1,0 +1,232 @@
+"""Stacked optimisers: each member is stepped as `torch.optim` would step it alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import torch_optimiser
+from torch import Size, Tensor, nn
+
+import esper
+from esper.tolaria import OptimiserConfig
+from esper.tolaria.stacked import StackedOptimizer, StackedWeights, per_member
+
+SHAPES = {"kernel": Size((3, 2)), "bias": Size((3,)), "scale": Size(())}
+MEMBERS = 4
+CPU = torch.device("cpu")
+
+CONFIGS = [
+    OptimiserConfig(kind="sgd", rate=0.1),
+    OptimiserConfig(kind="sgd", rate=0.1, momentum=0.0, weight_decay=0.0),
+    OptimiserConfig(kind="adamw", rate=0.01, weight_decay=0.1),
+    OptimiserConfig(kind="adamw", rate=0.01, weight_decay=0.0, clip_norm=0.1),
+]
+EACH_CONFIG = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.kind}-{config.clip_norm}")
+
+
+def stacked_weights(dtype: torch.dtype = torch.float64) -> StackedWeights:
+    """Four networks of three tensors."""
+    weights = StackedWeights(MEMBERS, SHAPES, CPU, dtype)
+    for member in range(MEMBERS):
+        weights.write(member, {name: torch.randn(shape, dtype=dtype) for name, shape in SHAPES.items()})
+    return weights
+
+
+def set_gradient(weights: StackedWeights, gradient: Tensor) -> None:
+    """From (M, P), as a backward pass would leave it."""
+    for name, columns in weights.columns.items():
+        weights.leaves[name].grad = gradient[:, columns].reshape(weights.leaves[name].shape).clone()
+
+
+class Alone:
+    """One member with a torch optimiser."""
+
+    def __init__(self, config: OptimiserConfig, weights: StackedWeights, member: int, names: tuple[str, ...]) -> None:
+        self.config = config
+        self.tensors = {name: nn.Parameter(weights.leaves[name][member].detach().clone()) for name in names}
+        self.optimiser = torch_optimiser(config, self.tensors.values())
+
+    def step(self, weights: StackedWeights, gradient: Tensor, rate: float) -> None:
+        """Clip and step."""
+        for name, tensor in self.tensors.items():
+            tensor.grad = gradient[weights.columns[name]].reshape(tensor.shape).clone()
+        nn.utils.clip_grad_norm_(self.tensors.values(), self.config.clip_norm)
+        self.optimiser.param_groups[0]["lr"] = rate
+        self.optimiser.step()
+
+
+def assert_equal(weights: StackedWeights, alone: list[Alone]) -> None:
+    """Every tensor of every member."""
+    for member, single in enumerate(alone):
+        for name, tensor in single.tensors.items():
+            assert torch.allclose(weights.leaves[name][member], tensor, rtol=1e-12, atol=1e-13), (member, name)
+
+
+@EACH_CONFIG
+def test_equals_torch(config: OptimiserConfig) -> None:
+    """Twelve steps in float64, each member at a rate of its own, with gradients above and below the limit."""
+    weights = stacked_weights()
+    optimiser = StackedOptimizer(config, weights)
+    alone = [Alone(config, weights, member, tuple(SHAPES)) for member in range(MEMBERS)]
+    rates = config.rate * torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
+    everyone = torch.ones(MEMBERS, dtype=torch.bool)
+    for step in range(12):
+        gradient = torch.randn_like(weights.matrix) * (2.0 if step % 2 else 0.02)
+        set_gradient(weights, gradient)
+        norms = optimiser.step(rates, everyone)
+        assert torch.allclose(norms.gradient, gradient.norm(dim=1))
+        for member, single in enumerate(alone):
+            single.step(weights, gradient[member], float(rates[member]))
+        assert_equal(weights, alone)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(["sgd", "adamw"]),
+    parts=st.lists(st.lists(st.booleans(), min_size=MEMBERS, max_size=MEMBERS), min_size=1, max_size=8),
+    sizes=st.lists(st.sampled_from([0.0, 1e-9, 0.1, 30.0]), min_size=MEMBERS, max_size=MEMBERS),
+    rng_seed=st.integers(0, 99),
+)
+def test_members_may_skip_steps(kind: str, parts: list[list[bool]], sizes: list[float], rng_seed: int) -> None:
+    """Whoever takes part, in whatever pattern: momentum and step counts are each member's own."""
+    torch.manual_seed(rng_seed)
+    config = OptimiserConfig(kind="sgd" if kind == "sgd" else "adamw", rate=0.05, weight_decay=0.01)
+    weights = stacked_weights()
+    optimiser = StackedOptimizer(config, weights)
+    alone = [Alone(config, weights, member, tuple(SHAPES)) for member in range(MEMBERS)]
+    rates = torch.full((MEMBERS,), config.rate, dtype=torch.float64)
+    for takes_part in parts:
+        gradient = torch.randn_like(weights.matrix) * torch.tensor(sizes, dtype=torch.float64)[:, None]
+        set_gradient(weights, gradient)
+        optimiser.step(rates, torch.tensor(takes_part))
+        for member, single in enumerate(alone):
+            if takes_part[member]:
+                single.step(weights, gradient[member], config.rate)
+        assert_equal(weights, alone)
+    assert optimiser.steps.tolist() == [sum(part[member] for part in parts) for member in range(MEMBERS)]
+
+
+@EACH_CONFIG
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_member_that_is_not_finite_keeps_all_it_has(config: OptimiserConfig, bad: float) -> None:
+    """Weights, momentum and step count; the others step as if it were not there."""
+    weights, twin = stacked_weights(), stacked_weights()
+    twin.matrix.copy_(weights.matrix)
+    mine, other = StackedOptimizer(config, weights), StackedOptimizer(config, twin)
+    rates, everyone = torch.full((MEMBERS,), 0.1, dtype=torch.float64), torch.ones(MEMBERS, dtype=torch.bool)
+    gradient = torch.randn_like(weights.matrix)
+    for which, optimiser in ((weights, mine), (twin, other)):
+        set_gradient(which, gradient)
+        optimiser.step(rates, everyone)
+    before = weights.matrix[2].clone(), {name: state[2].clone() for name, state in mine.state.items()}
+    spoiled = gradient.clone()
+    spoiled[2, 1] = bad
+    set_gradient(weights, spoiled)
+    set_gradient(twin, gradient)
+    norms = mine.step(rates, everyone)
+    other.step(rates, everyone)
+    assert not norms.gradient[2].isfinite()
+    assert torch.equal(weights.matrix[2], before[0])
+    assert all(torch.equal(state[2], before[1][name]) for name, state in mine.state.items())
+    assert mine.steps.tolist() == [2, 2, 1, 2]
+    others = [0, 1, 3]
+    assert torch.equal(weights.matrix[others], twin.matrix[others])
+    assert all(torch.equal(state[others], other.state[name][others]) for name, state in mine.state.items())
+
+
+def test_clipping_is_per_member() -> None:
+    """By hand, without momentum and decay: (3, 4) has norm 5 and is cut to 1, (0.3, 0.4) stays."""
+    weights = StackedWeights(2, {"w": Size((2,))}, CPU, torch.float64)
+    config = OptimiserConfig(kind="sgd", momentum=0.0, weight_decay=0.0, clip_norm=1.0)
+    set_gradient(weights, torch.tensor([[3.0, 4.0], [0.3, 0.4]], dtype=torch.float64))
+    norms = StackedOptimizer(config, weights).step(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.bool))
+    assert norms.gradient.tolist() == pytest.approx([5.0, 0.5])
+    assert weights.matrix.tolist() == [pytest.approx([-0.6, -0.8], rel=1e-6), pytest.approx([-0.3, -0.4])]
+
+
+def test_the_update_ratio() -> None:
+    """By hand: weights (3, 4) moved by (−0.3, −0.4) at rate 1 is a tenth; a member that stays has 0."""
+    weights = StackedWeights(2, {"w": Size((2,))}, CPU, torch.float64)
+    for member in range(2):
+        weights.write(member, {"w": torch.tensor([3.0, 4.0])})
+    config = OptimiserConfig(kind="sgd", momentum=0.0, weight_decay=0.0, clip_norm=1.0)
+    set_gradient(weights, torch.tensor([[0.3, 0.4], [0.3, 0.4]], dtype=torch.float64))
+    norms = StackedOptimizer(config, weights).step(torch.ones(2, dtype=torch.float64), torch.tensor([True, False]))
+    assert norms.update_ratio.tolist() == pytest.approx([0.1, 0.0])
+
+
+@EACH_CONFIG
+def test_tensors_that_only_some_members_have(config: OptimiserConfig) -> None:
+    """A gate's: without it, neither norm nor decay know of it."""
+    weights = stacked_weights()
+    optimiser = StackedOptimizer(config, weights)
+    used = torch.ones_like(weights.matrix, dtype=torch.bool)
+    used[1, weights.columns["bias"]] = False
+    alone = [
+        Alone(config, weights, member, tuple(SHAPES) if member != 1 else ("kernel", "scale"))
+        for member in range(MEMBERS)
+    ]
+    bias = weights.leaves["bias"][1].detach().clone()
+    rates = torch.full((MEMBERS,), config.rate, dtype=torch.float64)
+    for _ in range(3):
+        gradient = torch.randn_like(weights.matrix)
+        gradient[1, weights.columns["bias"]] = torch.nan  # whatever padding leaves there
+        set_gradient(weights, gradient)
+        optimiser.step(rates, torch.ones(MEMBERS, dtype=torch.bool), used)
+        for member, single in enumerate(alone):
+            single.step(weights, gradient[member], config.rate)
+        assert_equal(weights, alone)
+    assert torch.equal(weights.leaves["bias"][1], bias)
+
+
+@EACH_CONFIG
+def test_a_cleared_member_starts_anew(config: OptimiserConfig) -> None:
+    """As a fresh optimiser would; the others keep what they have."""
+    weights = stacked_weights()
+    optimiser = StackedOptimizer(config, weights)
+    alone = [Alone(config, weights, member, tuple(SHAPES)) for member in range(MEMBERS)]
+    rates = torch.full((MEMBERS,), config.rate, dtype=torch.float64)
+    for step in range(6):
+        if step == 3:
+            optimiser.clear(1)
+            alone[1] = Alone(config, weights, 1, tuple(SHAPES))
+        gradient = torch.randn_like(weights.matrix)
+        set_gradient(weights, gradient)
+        optimiser.step(rates, torch.ones(MEMBERS, dtype=torch.bool))
+        for member, single in enumerate(alone):
+            single.step(weights, gradient[member], config.rate)
+    assert_equal(weights, alone)
+
+
+def test_a_backward_pass_that_did_not_come_by_is_zero() -> None:
+    """A bank that no row has used still decays where it takes part, as torch does with zero gradients."""
+    weights = stacked_weights()
+    assert not weights.gradient().any()
+    set_gradient(weights, torch.ones_like(weights.matrix))
+    assert bool((weights.gradient() == 1).all())
+    weights.zero_grad()
+    assert not weights.gradient().any()
+
+
+def test_leaves_are_views_of_the_matrix() -> None:
+    """Written once, seen under every name."""
+    weights = stacked_weights()
+    weights.matrix[2] = 7
+    assert all(bool((leaf[2] == 7).all()) for leaf in weights.leaves.values())
+    assert all(leaf.is_leaf and leaf.requires_grad for leaf in weights.leaves.values())
+    assert weights.matrix.shape == (MEMBERS, 10)
+    assert len(weights) == MEMBERS
+
+
+def test_per_member() -> None:
+    """(M,) against (M, …)."""
+    assert per_member(torch.arange(3), torch.zeros(3, 2, 5)).shape == (3, 1, 1)
+
+
+def test_no_loss_scaling() -> None:
+    """Requirement 18 asks that a scaler's skipped steps be seen: nothing here scales a loss, so there are none."""
+    source = Path(next(iter(esper.__path__)))
+    found = [path.name for path in source.rglob("*.py") if "GradScaler" in path.read_text(encoding="utf-8")]
+    assert found == []
