@@ -228,11 +228,12 @@ def test_steps_are_whole_numbers(value: Any) -> None:  # Any: wrong on purpose
     model = make_model("mlp")
     bring_to(model, "r0c0", SeedStage.HOLDING, make_batch("mlp"))
     before = [slot.state for slot in model.seed_slots.values()]
-    for verb in (
+    verbs: list[Callable[[], StageChange]] = [
         lambda: model.germinate_seed("r0c1", "norm", tempo=value),
         lambda: model.set_alpha_target("r0c0", 0.5, steps=value),
         lambda: model.prune_seed("r0c0", steps=value),
-    ):
+    ]
+    for verb in verbs:
         with pytest.raises(BadValueError, match="is not an integer of 0 or more"):
             verb()
     assert before == [slot.state for slot in model.seed_slots.values()]
@@ -303,13 +304,13 @@ def test_registering_takes_functions() -> None:
     with pytest.raises(BadValueError, match="count of blueprint 'front' is 24; pass a function of the width"):
         register(24, Scale)
     with pytest.raises(BadValueError, match="decorate a module class"):
-        register(lambda c: c, Scale(8))
+        register(lambda c: c, 8)
 
 
 @pytest.mark.parametrize("seeds", [0, -1, True, 2.0])
 def test_a_contract_is_checked_on_some_seeds(seeds: Any) -> None:  # Any: wrong on purpose
     """None would prove nothing."""
-    with pytest.raises(BadValueError, match="seeds .* is not an integer of 1 or more"):
+    with pytest.raises(BadValueError, match=r"seeds .* is not an integer of 1 or more"):
         check_blueprint("vector", "norm", 8, seeds=seeds)
 
 
@@ -397,7 +398,7 @@ def test_numbers_do_not_pass_a_slot() -> None:
             return x.long()
 
     network = nn.Sequential(nn.Linear(4, 4), Rounding())
-    with pytest.raises(HostMismatchError, match="returns torch.int64; a slot needs a floating-point stream"):
+    with pytest.raises(HostMismatchError, match=r"returns torch\.int64; a slot needs a floating-point stream"):
         attach(network, {"1": 4}, example=torch.randn(2, 4))
 
 

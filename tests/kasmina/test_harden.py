@@ -26,6 +26,7 @@ from esper.leyline import (
     ACTIVE_STAGES,
     BLEND_STYLES,
     BadValueError,
+    CheckpointError,
     SeedStage,
     SlotSpec,
     StageError,
@@ -435,8 +436,12 @@ def own_blueprints() -> Iterator[None]:
         "borrowing": Borrowing,
         "recurrent": Recurrent,
     }
+
+    def counter(build: Callable[[int], nn.Module]) -> Callable[[int], int]:
+        return lambda width: count(build(width))
+
     for name, build in own.items():
-        BlueprintRegistry.register("image", name, lambda width, build=build: count(build(width)))(build)
+        BlueprintRegistry.register("image", name, counter(build))(build)
     yield
     for name in own:
         BlueprintRegistry.unregister("image", name)

@@ -180,7 +180,7 @@ def test_seed_options_are_settings_of_the_optimiser() -> None:
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan, math.inf, True, "1"])
 def test_clip_norm_is_positive(clip_norm: float) -> None:
     """A norm of 0 would stop all learning without a word."""
-    with pytest.raises(BadValueError, match="clip_norm .* is not a finite number above 0; None clips nothing"):
+    with pytest.raises(BadValueError, match=r"clip_norm .* is not a finite number above 0; None clips nothing"):
         momentum(grown(), clip_norm)
 
 

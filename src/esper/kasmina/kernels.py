@@ -53,7 +53,7 @@ def _forward_kernel(x, slope, offset, y, height, width, columns: tl.constexpr, B
     tl.store(y + pooled.to(tl.int64) * columns + column, tl.maximum(best, 0.0), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _window(pooled, height, width):  # type: ignore[no-untyped-def]
     """Number of the upper left pixel of a pooled pixel's window."""
     half = width // 2

@@ -85,6 +85,11 @@ class Bank:
         self.weights.matrix[env] = 0
         self.optimizer.clear(env)
 
+    def clear(self) -> None:
+        """No env has a seed here."""
+        self.weights.matrix.zero_()
+        self.optimizer.clear(slice(None))
+
     def settle(self, seeds: Mapping[int, SeedState], conductance: Tensor) -> None:
         """Set the tensors that follow from the states of its seeds by env, in place.
 

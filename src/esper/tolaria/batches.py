@@ -50,16 +50,18 @@ class ImageBatches:
         # A channel that never changes stays at zero instead of becoming NaN.
         self.std = torch.tensor(data.std, device=device)[:, None, None].clamp_min(1e-6)
         self._data = data
-        self._order: tuple[int, Tensor, Tensor] | None = None
+        self._order: tuple[tuple[int, Tensor, int], Tensor] | None = None
+        self._seed: tuple[int, Tensor] | None = None
         self._channels_last: Tensor | None = None
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: passes over shuffled data, one after the other."""
-        return _only(self.minibatches(torch.tensor([rng_seed]), index))
+        if self._seed is None or self._seed[0] != rng_seed:
+            self._seed = rng_seed, torch.tensor([rng_seed], device=self.images.device)
+        return _only(self.minibatches(self._seed[1], index))
 
     def minibatches(self, seeds: Tensor, index: int) -> Samples:
-        """The same for several seeds (G,) at once: inputs (G, B, C, H, W), targets (G, B)."""
-        seeds = seeds.to(self.images.device)
+        """The same for several seeds (G,), on the device of the data: inputs (G, B, C, H, W), targets (G, B)."""
         chosen = self._chosen(seeds, index)
         images = self.images[chosen]
         if self.shift:
@@ -126,12 +128,17 @@ class ImageBatches:
 
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
         """(G, training images), kept until the seeds or the epoch change."""
-        # Host sync where the seeds are on another device: once per minibatch, to tell whether they are the same.
-        if self._order is None or self._order[0] != epoch or not torch.equal(self._order[1], seeds):
+        key = epoch, seeds, seeds._version
+        if self._order is None or not self._same(self._order[0], key):
             samples = torch.arange(self.count, device=self.images.device)
             order = counter_hash(seeds[:, None], epoch, Purpose.ORDER, samples).argsort(dim=1, stable=True)
-            self._order = epoch, seeds.clone(), order
-        return self._order[2]
+            self._order = key, order
+        return self._order[1]
+
+    @staticmethod
+    def _same(left: tuple[int, Tensor, int], right: tuple[int, Tensor, int]) -> bool:
+        """The same tensor, unchanged since: to compare values would be a host sync per minibatch on CUDA."""
+        return left[0] == right[0] and left[1] is right[1] and left[2] == right[2]
 
     def _shifted(self, images: Tensor, seeds: Tensor, index: int) -> Tensor:
         """Each image moved by up to `shift` pixels both ways, zeros coming in."""

@@ -24,7 +24,7 @@ from esper.leyline import (
     UnknownNameError,
     derive_seed,
 )
-from esper.tolaria.banks import Bank
+from esper.tolaria.banks import Bank, bucket
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic
@@ -79,7 +79,7 @@ class HostFleet:
         self.task, self.n, self.device, self.dtype = task, n, _device(device), dtype
         self.config = config if config is not None else LifecycleConfig()
         self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
-        padded = self.seeds + self.seeds[:1] * (LEAST_ROWS - n)
+        padded = self._padded(self.seeds)
         made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
         self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
         self.places = {slot_id: made[padded[0]].slot_index(slot_id) for slot_id in self.slots}
@@ -91,11 +91,10 @@ class HostFleet:
             compute=compute or dtype,
         )
         self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
-        groups = list(dict.fromkeys(padded))
-        self._group = torch.tensor([groups.index(seed) for seed in padded], device=self.device)
-        self._order_seeds = torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
+        self._group, self._order_seeds = self._grouping(padded)
         self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(n)]
         self.banks: dict[tuple[str, str], Bank] = {}
+        self._sizes: dict[tuple[object, ...], int] = {}
         self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
         """Factor on the learning rate of each row."""
         self._norms: dict[tuple[str, str], Tensor] = {}
@@ -106,6 +105,32 @@ class HostFleet:
         self.governor = Governor(n, task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
         self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
+
+    def _padded(self, seeds: list[int]) -> list[int]:
+        return seeds + seeds[:1] * (LEAST_ROWS - self.n)
+
+    def _grouping(self, padded: list[int]) -> tuple[Tensor, Tensor]:
+        """The group of each row, and the seed of each group's data order."""
+        groups = list(dict.fromkeys(padded))
+        group = torch.tensor([groups.index(seed) for seed in padded], device=self.device)
+        return group, torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
+
+    def reset(self, seeds: Sequence[int]) -> None:
+        """A new episode: fresh hosts of these seeds, empty slots. Memory and graphs stay."""
+        if len(seeds) != self.n:
+            raise BadValueError(f"{len(seeds)} seeds for {self.n} hosts: each host needs one")
+        self.seeds = list(seeds)
+        padded = self._padded(self.seeds)
+        made = {seed: self.task.make_host(seed) for seed in dict.fromkeys(padded)}
+        self.host.fill([made[seed] for seed in padded])
+        self._group, self._order_seeds = self._grouping(padded)
+        for bank in self.banks.values():
+            bank.clear()
+        self.optimizer.clear(slice(None))
+        self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(self.n)]
+        self.step_index, self._plan = 0, None
+        self.governor.reset()
+        self.snapshots.take()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -232,8 +257,21 @@ class HostFleet:
             self._plan = main_rows(self), shadow_rows(self)
         return self._plan
 
+    def group_size(self, group: tuple[object, ...], count: int) -> int:
+        """How large a group of rows or members is made for so many.
+
+        Where graphs are replayed a group never shrinks: after some episodes all structures have been met, and padding
+        costs less than a new graph.
+        """
+        size = bucket(count)
+        if self.graphs is not None:
+            size = self._sizes[group] = max(size, self._sizes.get(group, 0))
+        return size
+
     def busy_banks(self) -> list[tuple[str, str]]:
-        """Banks with a seed that trains or acts."""
+        """Banks with a seed that trains or acts; where graphs are replayed all banks, so that structures recur."""
+        if self.graphs is not None:
+            return list(self.banks)
         busy = {
             (slot_id, str(state.blueprint))
             for states in self.states

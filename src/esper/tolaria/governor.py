@@ -116,6 +116,11 @@ class Governor:
         self.signs.zero_()
         return [Panic(env, tuple(s for s in Symptom if row[s])) for env, row in enumerate(signs) if any(row)]
 
+    def reset(self) -> None:
+        """Forget what was normal: new hosts."""
+        for tensor in (self.signs, self._mean, self._square, self._variance, self._seen, self._high):
+            tensor.zero_()
+
     def _is_high(self, losses: Tensor) -> Tensor:
         deviation = (self._square - self._mean.square()).clamp_min(0).sqrt()
         limit = torch.maximum(self._mean + self.config.sigmas * deviation, self.config.multiple * self._mean)

@@ -50,13 +50,11 @@ class StackedHost:
         self.compute = compute
         shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)
-        for env, host in enumerate(hosts):
-            self.weights.write(env, dict(host.named_parameters()))
-        sources = [dict(host.named_buffers()) for host in hosts]
         self.buffers = {
-            name: torch.stack([source[name].detach().to(device=device, dtype=dtype) for source in sources])
-            for name in sources[0]
+            name: torch.zeros(len(hosts), *buffer.shape, device=device, dtype=dtype)
+            for name, buffer in self.skeleton.named_buffers()
         }
+        self.fill(hosts)
         # Normalisation over the batch keeps its affine part and its statistics in full precision.
         self._full_precision = {
             f"{name}.{kind}"
@@ -64,6 +62,14 @@ class StackedHost:
             if isinstance(module, BatchNorm2d)
             for kind in ("weight", "bias", "running_mean", "running_var")
         }
+
+    @torch.no_grad()
+    def fill(self, hosts: Sequence[Host]) -> None:
+        """Take weights and buffers from these hosts."""
+        for env, host in enumerate(hosts):
+            self.weights.write(env, dict(host.named_parameters()))
+            for name, buffer in host.named_buffers():
+                self.buffers[name][env] = buffer
 
     def segment_state(self, index: int, rows: Rows, present: int) -> dict[str, Tensor]:
         """Weights and buffers of one segment for the rows that are there."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper.kasmina import SeedState
 from esper.leyline import ACTIVE_STAGES, SeedStage
-from esper.tolaria.banks import Bank, bucket
+from esper.tolaria.banks import Bank
 from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
 
 if TYPE_CHECKING:
@@ -22,9 +22,11 @@ def main_rows(fleet: "HostFleet") -> Rows:
     """One row per env: the networks themselves. A bank whose seeds all wait or train costs nothing here."""
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     acts: dict[int, list[Act]] = {}
-    for (slot_id, _), bank in fleet.banks.items():
-        if acting := _acting(fleet, slot_id, bank):
-            act = _act(bank, acting, bank.strength, detached=False, pad=True)
+    for (slot_id, blueprint), bank in fleet.banks.items():
+        acting = _acting(fleet, slot_id, bank)
+        size = fleet.group_size(("main", slot_id, blueprint), len(acting))
+        if size:
+            act = _act(bank, acting, bank.strength, size, detached=False)
             acts.setdefault(fleet.places[slot_id], []).append(act)
     return Rows(everyone, (Birth(START, everyone),), acts, whole_fleet=True)
 
@@ -36,11 +38,12 @@ def shadow_rows(fleet: "HostFleet") -> Rows | None:
         return None
     padded: list[Extra | None] = []
     births = []
-    for place in sorted({extra.place for extra in extras}):
+    for place in sorted(fleet.places.values()):
         born: list[Extra | None] = [extra for extra in extras if extra.place == place]
-        born += [None] * (bucket(len(born)) - len(born))
-        births.append(Birth(place, indices([extra.env if extra else 0 for extra in born], fleet.device)))
-        padded += born
+        born += [None] * (fleet.group_size(("born", place), len(born)) - len(born))
+        if born:
+            births.append(Birth(place, indices([extra.env if extra else 0 for extra in born], fleet.device)))
+            padded += born
     env = torch.cat([birth.parents for birth in births])
     valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
     return Rows(env, tuple(births), _acts(fleet, padded, first_row=0, main=False, pad=True), valid)
@@ -99,17 +102,17 @@ def _acts(
         ]
         if main:
             passing += _acting(fleet, slot_id, bank)
-        found = acts.setdefault(place, [])
-        if own:
-            found.append(_act(bank, own, bank.full, detached=False, pad=pad))
-        if passing:
-            found.append(_act(bank, passing, bank.strength, detached=True, pad=pad))
+        for kind, entries, strength in (("own", own, bank.full), ("passing", passing, bank.strength)):
+            size = fleet.group_size((kind, slot_id, blueprint), len(entries)) if pad else len(entries)
+            if size:
+                act = _act(bank, entries, strength, size, detached=kind == "passing")
+                acts.setdefault(place, []).append(act)
     return acts
 
 
-def _act(bank: Bank, entries: list[Entry], strength: Tensor, *, detached: bool, pad: bool) -> Act:
-    """Entries, padded to a bucket by copies of the first that are not valid."""
-    missing = bucket(len(entries)) - len(entries) if pad else 0
-    rows, members = (indices(column, bank.device) for column in zip(*entries, *[entries[0]] * missing, strict=True))
-    valid = torch.arange(len(rows), device=bank.device) < len(entries)
+def _act(bank: Bank, entries: list[Entry], strength: Tensor, size: int, *, detached: bool) -> Act:
+    """Entries, padded to a size by some that are not valid."""
+    padded = entries + [entries[0] if entries else (0, 0)] * (size - len(entries))
+    rows, members = (indices(column, bank.device) for column in zip(*padded, strict=True))
+    valid = torch.arange(size, device=bank.device) < len(entries)
     return Act(bank, rows, members, strength.index_select(0, members), valid, detached)

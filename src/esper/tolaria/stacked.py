@@ -107,8 +107,8 @@ class StackedOptimizer:
         square.copy_(new_square.where(mask, square))
         return (-rate * decay * matrix - rate / correction1 * new_mean / denominator).where(mask, 0.0)
 
-    def clear(self, member: int) -> None:
-        """Forget what was gathered for one member."""
+    def clear(self, member: int | slice) -> None:
+        """Forget what was gathered for one member, or for several."""
         self.steps[member] = 0
         for tensor in self.state.values():
             tensor[member] = 0
