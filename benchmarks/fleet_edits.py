@@ -12,11 +12,12 @@ from pathlib import Path
 
 import fleet_throughput
 import torch
-from fleet_throughput import BLUEPRINTS, hold_seeds, make_fleet, row
+from fleet_throughput import hold_seeds, make_fleet, row
 from harness import RESULTS, Json, print_table, write_result
+from random_growth import random_edit
 
-from esper.leyline import EsperError, SeedStage
 from esper.tolaria import HostFleet
+from esper.tolaria.graphs import CAPTURE_AFTER
 
 
 def kernels(fleet: HostFleet) -> int:
@@ -40,8 +41,8 @@ def minibatch_ms(fleet: HostFleet, index: int) -> float:
 
 
 def bucket_changes(fleet: HostFleet) -> tuple[list[float], list[float]]:
-    """Extra milliseconds of a structure met for the first time (eager run and capture), and of one seen before."""
-    for index in range(6):
+    """Extra milliseconds, in the slowest minibatch, of a structure met for the first time, and of one seen before."""
+    for index in range(CAPTURE_AFTER + 3):
         minibatch_ms(fleet, index)
     usual = statistics.median(minibatch_ms(fleet, index) for index in range(5))
     new, seen = [], []
@@ -50,9 +51,11 @@ def bucket_changes(fleet: HostFleet) -> tuple[list[float], list[float]]:
         for blueprint in ("norm", "conv_small"):
             fleet.germinate(env, slot_id, blueprint, tempo=0)
             fleet.advance(env, slot_id)
-            new.append(sum(minibatch_ms(fleet, index) for index in range(2)) - 2 * usual)
+            runs = CAPTURE_AFTER + 1
+            new.append(max(minibatch_ms(fleet, index) for index in range(runs)) - usual)
             fleet.prune(env, slot_id)
-            minibatch_ms(fleet, 0), minibatch_ms(fleet, 0)
+            for index in range(runs):
+                minibatch_ms(fleet, index)
             for _ in range(fleet.config.cooldown):
                 fleet.tick()
             fleet.germinate(env, slot_id, blueprint, tempo=0)
@@ -64,39 +67,26 @@ def bucket_changes(fleet: HostFleet) -> tuple[list[float], list[float]]:
     return new, seen
 
 
-def random_edit(fleet: HostFleet, env: int, dice: random.Random) -> None:
-    """One op on one slot of an env, if it is legal there."""
-    slot_id = dice.choice(list(fleet.slots))
-    stage = fleet.states[env][slot_id].stage
-    try:
-        if stage is SeedStage.DORMANT:
-            fleet.germinate(env, slot_id, dice.choice((*BLUEPRINTS, "norm", "attention", "conv_small", "conv_heavy")))
-        elif stage is SeedStage.TRAINING:
-            dice.choice([fleet.advance, fleet.prune])(env, slot_id)
-        elif stage is SeedStage.HOLDING:
-            dice.choice([fleet.fossilize, fleet.prune])(env, slot_id)
-    except EsperError:
-        return  # not legal just now: the env waits
-
-
-def episodes(fleet: HostFleet, count: int) -> list[float]:
-    """Per episode of random legal edits: the percentage of steps that needed no new graph."""
-    assert fleet.graphs is not None
+def episodes(fleet: HostFleet, count: int) -> list[tuple[float, float]]:
+    """Per episode of random legal edits: percentages of steps without a new graph, and of minibatches replayed."""
+    graphs = fleet.graphs
+    assert graphs is not None
     dice = random.Random(0)
     shares = []
     for episode in range(count):
         fleet.reset(range(1000 * episode, 1000 * episode + fleet.n))
-        quiet = 0
+        quiet, replays, eager_runs = 0, graphs.replays, graphs.eager_runs
         for _ in range(fleet.task.steps):
             for env in range(fleet.n):
                 if dice.random() < 0.25:
                     random_edit(fleet, env, dice)
-            before = fleet.graphs.captures
+            before = graphs.captures
             fleet.train_step()
-            quiet += fleet.graphs.captures == before
+            quiet += graphs.captures == before
             fleet.validate()
             fleet.tick()
-        shares.append(100 * quiet / fleet.task.steps)
+        replayed, eager = graphs.replays - replays, graphs.eager_runs - eager_runs
+        shares.append((100 * quiet / fleet.task.steps, 100 * replayed / (replayed + eager)))
     return shares
 
 
@@ -122,9 +112,10 @@ def main() -> None:
     del fleet
     fleet_throughput.VALIDATION = 200
     fleet = make_fleet(arguments, arguments.hosts, 128)
-    fleet.task = replace(fleet.task, batches_per_step=3)
-    for episode, share in enumerate(episodes(fleet, arguments.episodes)):
-        rows.append(row(f"steps without a new graph, episode {episode + 1}", [share], "%"))
+    fleet.task = replace(fleet.task, batches_per_step=10)
+    for episode, (quiet, replayed) in enumerate(episodes(fleet, arguments.episodes)):
+        rows.append(row(f"steps without a new graph, episode {episode + 1}", [quiet], "%"))
+        rows.append(row(f"minibatches replayed, episode {episode + 1}", [replayed], "%"))
     cells = [[r["name"], *(f"{r[k]:.1f}" for k in ("median", "low", "high")), r["unit"]] for r in rows]
     print_table("Structure", ["what", "median", "low", "high", "unit"], cells)
     write_result("fleet_edits", {"rows": rows}, arguments.out)

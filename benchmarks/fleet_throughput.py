@@ -77,7 +77,7 @@ def note_gradients(fleet: HostFleet) -> None:
     fleet.task = task
 
 
-def seconds(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> list[float]:
+def seconds(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 4) -> list[float]:
     """Wall time of each repeat, the device's queue empty before and after."""
     times = []
     for repeat in range(warmup + repeats):

@@ -51,8 +51,14 @@ VERBS: tuple[Verb, ...] = ("germinate", "advance", "fossilize", "set_alpha_targe
 TEMPOS = (0, 1, 2)
 
 MOVES = 30
+FORWARD_WEIGHT = 6
+STEP_WEIGHT = 2
+SEEN: dict[tuple[HostKind, int], list[set[tuple[SeedStage, str | None]]]] = {}
+"""Stages with styles that each walk has seen, by kind of host and number of slots."""
+WALKING_TESTS = 4
 # No shrinking: a smaller number is not a simpler walk.
-few = settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+EXAMPLES = 3
+few = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 some_host = pytest.mark.parametrize(("kind", "slots"), [(kind, slots) for kind in HOST_KINDS for slots in (1, 3)])
 walks = st.integers(0, 2**32 - 1)
 isolations = st.sampled_from(ISOLATIONS)
@@ -79,6 +85,7 @@ class Walk:
         self.optimiser = GrowingOptimizer(self.model, sgd, clip_norm=1.0)
         self.minibatches = {place: 0 for place in self.model.seed_slots}
         self.trained = 0
+        self.born = 0
         self.ticks = 0
 
     def legal(self, place: str, verb: Verb) -> bool:
@@ -109,9 +116,10 @@ class Walk:
         if verb == "germinate":
             offers = BlueprintRegistry.offers(spec)
             blueprint = offers[number % len(offers)].name
-            style, tempo = BLEND_STYLES[number // 7 % 3], TEMPOS[number // 21 % 3]
+            style, tempo = BLEND_STYLES[self.born % 3], TEMPOS[number // 21 % 3]
             model.germinate_seed(place, blueprint, style=style, tempo=tempo, alpha_target=target)
             self.minibatches[place] = 0
+            self.born += 1
         elif verb == "advance":
             model.advance(place)
         elif verb == "fossilize":
@@ -141,14 +149,28 @@ class Walk:
     def follow(self, number: int, check: Callable[["Walk"], None]) -> None:
         """Steps and legal verbs in random order; `check` looks at what came of each."""
         chance = random.Random(number)
+        seen = SEEN.setdefault((self.kind, len(self.model.seed_slots)), [])
+        seen.append(set())
+        self.born = len(seen)  # styles take turns, from walk to walk and within one
         for _ in range(MOVES):
             moves = [(place, verb) for place in self.model.seed_slots for verb in VERBS if self.legal(place, verb)]
-            choice = chance.randrange(len(moves) + 2)
-            if choice < len(moves):
-                self.act(*moves[choice], chance.randrange(10**6))
-            else:
+            weights = [self.weight(place, verb) for place, verb in moves]
+            # Steps as often as all slots need them, whatever their number.
+            (move,) = chance.choices([*moves, None], [*weights, max(STEP_WEIGHT, sum(weights) / 3)])
+            if move is None:
                 self.step()
+            else:
+                self.act(*move, chance.randrange(10**6))
+            seen[-1] |= {
+                (slot.state.stage, slot.state.style if slot.state.blueprint is not None else None)
+                for slot in self.model.seed_slots.values()
+            }
             check(self)
+
+    def weight(self, place: str, verb: Verb) -> int:
+        """Forward rather than back: most promises are about seeds that act, and few walks would get there."""
+        early = self.model.seed_slots[place].state.stage is not SeedStage.HOLDING
+        return FORWARD_WEIGHT if verb in ("germinate", "advance") and early else 1
 
 
 def by_hand(model: MorphogeneticModel, x: Tensor, train: bool) -> Tensor:
@@ -281,6 +303,17 @@ def test_pruning_frees(kind: HostKind, slots: int, isolation: Isolation, number:
     walk.follow(number, check)
     gc.collect()
     assert [seed() for seed in dead] == [None] * len(dead), "something still holds a pruned seed"
+
+
+@some_host
+def test_the_walks_have_seen_everything(kind: HostKind, slots: int) -> None:
+    """The walks above, taken together: every stage, with a seed in it in every style."""
+    walks_taken = SEEN.get((kind, slots), [])
+    if len(walks_taken) < WALKING_TESTS * EXAMPLES:
+        pytest.skip("needs all walks of this file")
+    seen = set().union(*walks_taken)
+    everything = {(stage, style) for stage in LIVE_STAGES for style in BLEND_STYLES}
+    assert everything | {(stage, None) for stage in SeedStage if stage not in LIVE_STAGES} <= seen
 
 
 def assert_optimiser_follows(model: MorphogeneticModel, optimiser: GrowingOptimizer) -> None:

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.model import MorphogeneticModel
 from esper.leyline import BadValueError, CheckpointError, UnknownNameError
 from esper.leyline.numbers import require_positive
+
+if TYPE_CHECKING:
+    from esper.kasmina.model import MorphogeneticModel
 
 HOST = "host"
 CLIP_EPS = 1e-6
@@ -26,13 +28,13 @@ class GrowingOptimizer:
 
     def __init__(
         self,
-        model: MorphogeneticModel,
+        model: "MorphogeneticModel",
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         *,
         seed_options: dict[str, Any] | None = None,  # Any: whatever the wrapped optimiser takes
         clip_norm: float | None = None,
     ) -> None:
-        if not isinstance(model, MorphogeneticModel):
+        if not callable(getattr(model, "follow", None)):  # what no other module has
             raise BadValueError(
                 f"GrowingOptimizer follows a MorphogeneticModel, not {type(model).__name__}: "
                 "wrap it first, with attach(model, slots)"

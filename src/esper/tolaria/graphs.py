@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
 GRAPHS_KEPT = 48
+CAPTURE_AFTER = 8
+"""Eager minibatches of a structure before it gets a graph: a capture costs what the graph saves in dozens of them, so a
+structure that only passes by is not worth it."""
 
 Structure = tuple[object, ...]
 
@@ -65,13 +68,14 @@ class _Captured:
 
 
 class MinibatchGraphs:
-    """Replays minibatches, and captures a graph the second time that a structure is met."""
+    """Replays minibatches, and captures a graph for every structure that lasts."""
 
     def __init__(self, fleet: "HostFleet", kept: int = GRAPHS_KEPT) -> None:
         self.fleet, self.kept = fleet, kept
-        self.captures = 0
+        self.captures = self.replays = self.eager_runs = 0
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[Structure, _Captured | None] = OrderedDict()
+        self._graphs: OrderedDict[Structure, _Captured] = OrderedDict()
+        self._met: dict[Structure, int] = {}
         self._rate, self._warm = torch.zeros(2, dtype=fleet.dtype, device=fleet.device)
 
     def run(self, samples: Samples, rate: float, warm: float) -> Tensor:
@@ -80,17 +84,18 @@ class MinibatchGraphs:
         self._warm.fill_(warm)
         plan = self.fleet.plan
         key = (*structure(plan), tuple(self.fleet.busy_banks()))
-        if key not in self._graphs:
-            # The first minibatch of a structure runs eagerly: it is real work, and warms up what a capture needs.
-            self._graphs[key] = None
-            return self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
-        self._graphs.move_to_end(key)
-        captured = self._graphs[key]
+        captured = self._graphs.get(key)
         if captured is None:
+            self._met[key] = self._met.get(key, 0) + 1
+            if self._met[key] <= CAPTURE_AFTER:
+                self.eager_runs += 1
+                return self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
             captured = self._graphs[key] = self._capture(plan, samples)
         elif captured.current is not plan:
             torch._foreach_copy_(plan_tensors(captured.plan), plan_tensors(plan))
             captured.current = plan
+        self._graphs.move_to_end(key)
+        self.replays += 1
         captured.samples.inputs.copy_(samples.inputs)
         captured.samples.targets.copy_(samples.targets)
         captured.graph.replay()
@@ -98,7 +103,7 @@ class MinibatchGraphs:
         return captured.losses
 
     def _capture(self, plan: Plan, samples: Samples) -> _Captured:
-        while sum(entry is not None for entry in self._graphs.values()) >= self.kept:
+        while len(self._graphs) >= self.kept:
             self._graphs.popitem(last=False)
         self.captures += 1
         static = Samples(samples.inputs.clone(), samples.targets.clone())
