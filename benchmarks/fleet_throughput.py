@@ -26,6 +26,7 @@ BLUEPRINTS = ("depthwise", "bottleneck", "conv_light")
 AT_ONCE = LifecycleConfig(min_prune_age=0, thresholds=GateThresholds(min_training_steps=0, min_holding_steps=0))
 IMAGES = 48_000
 VALIDATION = 2_000
+"""As in the task."""
 
 
 def random_batches(task: Task, device: torch.device) -> ImageBatches:

@@ -16,8 +16,8 @@ from esper.tolaria import gains, get_task
 from esper.tolaria.gains import GAINS_FILE, published_gains
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-LIBRARIES = {"harness.py", "one_seed.py"}
-RUN_BELOW = {"audition.py"}
+LIBRARIES = {"harness.py", "one_seed.py", "random_growth.py"}
+RUN_BELOW = {"audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "governor_alarms.py"}
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
 
@@ -60,6 +60,24 @@ def test_help(name: str, tmp_path: Path) -> None:
     printed = run_script(name, tmp_path, "--help")
     assert "--out" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("fleet_throughput", ["--device", "cpu", "--fp32", "--hosts", "4", "--batch", "8", "--minibatches", "1"]),
+        ("fleet_vs_loop", ["--hosts", "4", "--repeats", "1"]),
+        ("governor_alarms", ["--tasks", "digits_blind", "--hosts", "4", "--steps", "2"]),
+    ],
+)
+def test_fleet_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
+    """A fleet of four: one table, one JSON with its machine."""
+    repeats = ["--repeats", "1"] if name == "fleet_throughput" else []
+    printed = run_script(f"{name}.py", tmp_path, *arguments, *repeats, "--out", str(tmp_path / "out"))
+    (path,) = (tmp_path / "out").iterdir()
+    assert path.stem.startswith(name)
+    assert "machine" in json.loads(path.read_text())
+    assert "----" in printed
 
 
 def test_audition(tmp_path: Path) -> None:

@@ -351,7 +351,6 @@ def test_no_false_alarm(name: str) -> None:
     assert_no_alarm(replace(get_task(name), steps=10, batches_per_step=6), 20)
 
 
-@pytest.mark.xfail(strict=True, reason="the governor takes the fall in accuracy after a cut for a collapse")
 def test_cutting_a_seed_that_carries_its_host_is_no_fault() -> None:
     """A legal decision, if a poor one: the loss jumps back to where the host alone would be. It must stand."""
     fleet = HostFleet(get_task("digits_blind"), 2, config=AT_ONCE)

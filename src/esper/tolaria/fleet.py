@@ -332,9 +332,12 @@ class HostFleet:
                 changes += [(env, change) for change in found]
         return changes
 
-    def _state(self, env: int, slot_id: str) -> SeedState:
+    def _check_env(self, env: int) -> None:
         if not 0 <= env < self.n:
             raise UnknownNameError("env", env, [f"0 to {self.n - 1}"])
+
+    def _state(self, env: int, slot_id: str) -> SeedState:
+        self._check_env(env)
         if slot_id not in self.slots:
             raise UnknownNameError("slot", slot_id, self.slots)
         return self.states[env][slot_id]
@@ -348,8 +351,12 @@ class HostFleet:
         return StageChange(slot_id, before, after.stage, cause)
 
     def _replace(self, env: int, slot_id: str, after: SeedState) -> None:
+        before = self.states[env][slot_id]
         if after.stage not in LIVE_STAGES:
             self.uproot(env, slot_id)
+        if after.alpha < before.alpha:
+            # A decision, not a fault: cutting a seed that carries its host throws the loss far up at once.
+            self.governor.relearn(env)
         self.states[env][slot_id] = after
         self._plan = None
 
@@ -378,6 +385,7 @@ class HostFleet:
 
     def grown_parameters(self, env: int) -> int:
         """Parameters of all seeds of one env."""
+        self._check_env(env)
         total = 0
         for slot_id, state in self.states[env].items():
             if state.blueprint is not None:
@@ -386,6 +394,7 @@ class HostFleet:
 
     def reports(self, env: int) -> tuple[SeedReport, ...]:
         """The slots of one env as a controller sees them."""
+        self._check_env(env)
         return tuple(
             lifecycle.report(state, lifecycle.seed_parameters(self.slots[slot_id], state))
             for slot_id, state in self.states[env].items()
@@ -394,7 +403,7 @@ class HostFleet:
     @torch.no_grad()
     def extract(self, env: int) -> MorphogeneticModel:
         """One env as a model of its own: weights, buffers, seeds, states."""
-        self._state(env, next(iter(self.slots)))
+        self._check_env(env)
         host = self.task.build_host().to(device=self.device, dtype=self.dtype)
         for name, tensor in [*host.named_parameters(), *host.named_buffers()]:
             tensor.copy_((self.host.weights.leaves | self.host.buffers)[name][env])
@@ -423,4 +432,6 @@ def _device(given: torch.device | str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise BadValueError(f"device {str(given)!r} cannot be used here: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise BadValueError(f"device {str(given)!r} cannot carry a fleet; allowed: cpu, cuda")
     return device

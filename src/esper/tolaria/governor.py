@@ -117,9 +117,14 @@ class Governor:
         return [Panic(env, tuple(s for s in Symptom if row[s])) for env, row in enumerate(signs) if any(row)]
 
     def reset(self) -> None:
-        """Forget what was normal: new hosts."""
-        for tensor in (self.signs, self._mean, self._square, self._variance, self._seen, self._high):
-            tensor.zero_()
+        """Forget everything: new hosts."""
+        self.signs.zero_()
+        self.relearn(slice(None))
+
+    def relearn(self, env: int | slice) -> None:
+        """Forget what was normal for a host: a controller has changed what it computes, and may have done it harm."""
+        for tensor in (self._mean, self._square, self._variance, self._seen, self._high):
+            tensor[env] = 0
 
     def _is_high(self, losses: Tensor) -> Tensor:
         deviation = (self._square - self._mean.square()).clamp_min(0).sqrt()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import SeedState
+from esper.leyline import UnknownNameError
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -36,7 +37,10 @@ class SnapshotStore:
     @torch.no_grad()
     def restore(self, env: int) -> None:
         """Put one env back: weights, statistics, structure, states. Its optimiser state starts anew."""
-        fleet, before = self.fleet, self._states[env]
+        fleet = self.fleet
+        if not 0 <= env < fleet.n:
+            raise UnknownNameError("env", env, [f"0 to {fleet.n - 1}"])
+        before = self._states[env]
         for slot_id in before:
             fleet.uproot(env, slot_id)
         for name, tensor in self._sources().items():

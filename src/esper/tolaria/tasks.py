@@ -34,9 +34,10 @@ class OptimiserConfig:
     def __post_init__(self) -> None:
         if self.kind not in get_args(OptimiserKind):
             raise UnknownNameError("optimiser", self.kind, get_args(OptimiserKind))
-        for name in ("rate", "clip_norm"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise BadValueError(f"{name} {getattr(self, name)} must be positive and finite")
+        if not 0.0 <= self.rate < math.inf or not 0.0 < self.clip_norm < math.inf:
+            raise BadValueError(
+                f"rate {self.rate} must not be negative, clip_norm {self.clip_norm} must be positive, both finite"
+            )
         if not 0.0 <= self.momentum < 1.0 or not 0.0 <= self.weight_decay < math.inf:
             raise BadValueError(
                 f"momentum {self.momentum} must be in [0, 1), weight_decay {self.weight_decay} not negative"
