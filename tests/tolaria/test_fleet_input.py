@@ -94,7 +94,7 @@ def grown() -> HostFleet:
     """With room for a `conv_light` in the last slot of env 0, but not for its gate. Copy before use."""
     fleet = make_fleet(task_of("cnn"))
     offers = {offer.name: offer.parameters for offer in fleet.slots["r1c2"].blueprints}
-    fleet.task = replace(fleet.task, budget=offers["conv_light"])
+    fleet.budget = offers["conv_light"]
     return fleet
 
 
@@ -116,7 +116,7 @@ def test_the_budget_is_each_envs_own(grown: HostFleet) -> None:
     """What fits exactly is granted, and then nothing more; another env has its own."""
     fleet = copy.deepcopy(grown)
     fleet.germinate(0, "r1c2", "conv_light")
-    assert fleet.grown_parameters(0) == fleet.task.parameter_budget
+    assert fleet.grown_parameters(0) == fleet.budget
     with pytest.raises(GateRefusedError, match="0 of the budget are left"):
         fleet.germinate(0, "r1c0", "norm")
     fleet.prune(0, "r1c2")

@@ -5,8 +5,9 @@ main rows and, where seeds are in TRAINING, one over their shadow rows; kernel l
 not on the number of hosts. Lifecycles are the same pure functions that a single model uses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -16,12 +17,9 @@ from esper.kasmina import LifecycleConfig, MorphogeneticModel, SeedState, lifecy
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM
 from esper.leyline import (
     ACTIVE_STAGES,
-    LIVE_STAGES,
     BadValueError,
-    SeedReport,
     SeedStage,
     StageChange,
-    UnknownNameError,
     derive_seed,
 )
 from esper.tolaria.banks import Bank, bucket
@@ -29,6 +27,7 @@ from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic
 from esper.tolaria.graphs import MinibatchGraphs
+from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measure import FleetComparison, measure
 from esper.tolaria.passes import PassResult, StackedHost
 from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
@@ -48,7 +47,8 @@ def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view(len(logits), -1).mean(1)
 
 
-class HostFleet:
+@final
+class HostFleet(Lifecycles):
     """N hosts with their episodes in lockstep. Envs with equal seeds are a group: same weights, data, augmentation."""
 
     def __init__(
@@ -76,12 +76,12 @@ class HostFleet:
         self.seeds = list(range(n)) if seeds is None else list(seeds)
         if len(self.seeds) != n:
             raise BadValueError(f"{len(self.seeds)} seeds for {n} hosts: each host needs one")
-        self.task, self.n, self.device, self.dtype = task, n, _device(device), dtype
-        self.config = config if config is not None else LifecycleConfig()
+        slots = {slot.slot_id: slot for slot in task.slot_config.slots}
+        super().__init__(n, slots, config if config is not None else LifecycleConfig(), task.parameter_budget)
+        self.task, self.device, self.dtype = task, _device(device), dtype
         self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
         padded = self._padded(self.seeds)
         made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
-        self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
         self.places = {slot_id: made[padded[0]].slot_index(slot_id) for slot_id in self.slots}
         self.host = StackedHost(
             [made[seed] for seed in padded],
@@ -92,7 +92,6 @@ class HostFleet:
         )
         self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
         self._group, self._order_seeds = self._grouping(padded)
-        self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(n)]
         self.banks: dict[tuple[str, str], Bank] = {}
         self._sizes: dict[tuple[object, ...], int] = {}
         self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
@@ -127,7 +126,7 @@ class HostFleet:
         for bank in self.banks.values():
             bank.clear()
         self.optimizer.clear(slice(None))
-        self.states = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(self.n)]
+        self.begin()
         self.step_index, self._plan = 0, None
         self.governor.reset()
         self.snapshots.take()
@@ -285,92 +284,24 @@ class HostFleet:
         _ = self.plan
         return eval_rows(self)
 
-    def germinate(
-        self, env: int, slot_id: str, blueprint: str, *, style: str = "add", tempo: int = 3, alpha_target: float = 1.0
-    ) -> StageChange:
-        """Plant a seed in a dormant slot of one env."""
-        state, slot = self._state(env, slot_id), self.slots[slot_id]
-        left = self.task.parameter_budget - self.grown_parameters(env)
-        sown = lifecycle.sow(
-            state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
-        )
-        rng_seed = derive_seed(derive_seed(self.seeds[env], "seeds"), slot_id, sown.germinations)
-        self._bank(slot_id, blueprint).plant(env, rng_seed)
-        return self._settle(env, slot_id, sown, "germinate")
-
-    def advance(self, env: int, slot_id: str) -> StageChange:
-        """One transition forward."""
-        return self._change(env, slot_id, "advance", lambda state: lifecycle.advance(state, self.config))
-
-    def fossilize(self, env: int, slot_id: str) -> StageChange:
-        """Commit a HOLDING seed for good."""
-        return self._change(env, slot_id, "fossilize", lambda state: lifecycle.fossilize(state, self.config))
-
-    def set_alpha_target(
-        self, env: int, slot_id: str, target: float, *, steps: int = 3, curve: str = "linear"
-    ) -> StageChange:
-        """Send a HOLDING seed to another alpha in so many steps."""
-        return self._change(
-            env, slot_id, "set_alpha_target", lambda state: lifecycle.set_alpha_target(state, target, steps, curve)
-        )
-
-    def prune(self, env: int, slot_id: str, *, steps: int = 0, curve: str = "linear") -> StageChange:
-        """Cut a seed, at once or by a ramp of so many steps."""
-        return self._change(
-            env, slot_id, "prune", lambda state: lifecycle.prune(state, self.config, steps=steps, curve=curve)
-        )
-
     def tick(self) -> list[tuple[int, StageChange]]:
-        """The end of a step for every env: counters, schedules, cooldowns, and what happens by itself."""
         self.step_index += 1
-        changes: list[tuple[int, StageChange]] = []
-        for env, states in enumerate(self.states):
-            for slot_id, state in list(states.items()):
-                after, found = lifecycle.tick(state, self.config)
-                if after is not state:
-                    self._replace(env, slot_id, after)
-                changes += [(env, change) for change in found]
-        return changes
+        return super().tick()
 
-    def _check_env(self, env: int) -> None:
-        if not 0 <= env < self.n:
-            raise UnknownNameError("env", env, [f"0 to {self.n - 1}"])
-
-    def _state(self, env: int, slot_id: str) -> SeedState:
-        self._check_env(env)
-        if slot_id not in self.slots:
-            raise UnknownNameError("slot", slot_id, self.slots)
-        return self.states[env][slot_id]
-
-    def _change(self, env: int, slot_id: str, cause: str, verb: Callable[[SeedState], SeedState]) -> StageChange:
-        return self._settle(env, slot_id, verb(self._state(env, slot_id)), cause)
-
-    def _settle(self, env: int, slot_id: str, after: SeedState, cause: str) -> StageChange:
-        before = self.states[env][slot_id].stage
-        self._replace(env, slot_id, after)
-        return StageChange(slot_id, before, after.stage, cause)
-
-    def _replace(self, env: int, slot_id: str, after: SeedState) -> None:
-        before = self.states[env][slot_id]
-        if after.stage not in LIVE_STAGES:
-            self.uproot(env, slot_id)
-        if after.alpha < before.alpha:
-            # A decision, not a fault: cutting a seed that carries its host throws the loss far up at once.
-            self.governor.relearn(env)
-        self.states[env][slot_id] = after
-        self._plan = None
+    def plant(self, env: int, slot_id: str, state: SeedState) -> None:
+        rng_seed = derive_seed(derive_seed(self.seeds[env], "seeds"), slot_id, state.germinations)
+        self._bank(slot_id, str(state.blueprint)).plant(env, rng_seed)
 
     def uproot(self, env: int, slot_id: str) -> None:
-        """Free the seed of a slot, if it has one; the state is the caller's business."""
         blueprint = self.states[env][slot_id].blueprint
         if blueprint is not None:
             self._bank(slot_id, blueprint).free(env)
-        self._plan = None
 
-    def adopt(self, env: int, states: Mapping[str, SeedState]) -> None:
-        """These are the states of an env from now on; its weights and its seeds' are the caller's business."""
-        self.states[env] = dict(states)
+    def restructured(self, env: int, *, eased: bool) -> None:
         self._plan = None
+        if eased:
+            # A decision, not a fault: cutting a seed that carries its host throws the loss far up at once.
+            self.governor.relearn(env)
 
     def _bank(self, slot_id: str, blueprint: str) -> Bank:
         key = slot_id, blueprint
@@ -381,29 +312,10 @@ class HostFleet:
             )
         return self.banks[key]
 
-    # -- what is in it ------------------------------------------------------------------------------------------------
-
-    def grown_parameters(self, env: int) -> int:
-        """Parameters of all seeds of one env."""
-        self._check_env(env)
-        total = 0
-        for slot_id, state in self.states[env].items():
-            if state.blueprint is not None:
-                total += lifecycle.seed_parameters(self.slots[slot_id], state)
-        return total
-
-    def reports(self, env: int) -> tuple[SeedReport, ...]:
-        """The slots of one env as a controller sees them."""
-        self._check_env(env)
-        return tuple(
-            lifecycle.report(state, lifecycle.seed_parameters(self.slots[slot_id], state))
-            for slot_id, state in self.states[env].items()
-        )
-
     @torch.no_grad()
     def extract(self, env: int) -> MorphogeneticModel:
         """One env as a model of its own: weights, buffers, seeds, states."""
-        self._check_env(env)
+        self.check_env(env)
         host = self.task.build_host().to(device=self.device, dtype=self.dtype)
         for name, tensor in [*host.named_parameters(), *host.named_buffers()]:
             tensor.copy_((self.host.weights.leaves | self.host.buffers)[name][env])
