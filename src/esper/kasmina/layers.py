@@ -14,9 +14,11 @@ them: the caller decides which rows may write (`write_statistics`).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 Statistics = dict[str, Tensor]
@@ -113,6 +115,26 @@ class Layer(nn.Module):
     def reset(self, generator: torch.Generator | None = None) -> None:
         """Set parameters and buffers to what they are at birth."""
         raise NotImplementedError
+
+
+def is_row_aware(module: nn.Module) -> bool:
+    """Whether all its weights lie in layers of ours, which take rows as they are."""
+    owners = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    return all(isinstance(part, Layer) for part in owners)
+
+
+class RowCall:
+    """R networks at once: natively, or for foreign layers through `vmap`, which is slower."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.native = is_row_aware(module)
+
+    def __call__(self, state: Mapping[str, Tensor], h: Tensor, *arguments: Any) -> Any:  # Any: what the module gives
+        """Call with weights and buffers (R, …) and h (R, B, …)."""
+        if self.native:
+            return functional_call(self.module, dict(state), (h, *arguments))
+        return vmap(lambda one, x: functional_call(self.module, one, (x, *arguments)))(dict(state), h)
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 """Banks: all seeds of one blueprint in one slot, over all hosts of a fleet, as stacked weights."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from esper.kasmina.blending import BlendGate
 from esper.kasmina.blueprints.registry import BlueprintRegistry
+from esper.kasmina.layers import RowCall
 from esper.kasmina.lifecycle import SeedState
 from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec
 from esper.tolaria.stacked import StackedOptimizer, StackedWeights, per_member
@@ -24,25 +24,6 @@ def bucket(count: int) -> int:
         if count <= size:
             return size
     return -(-count // BUCKET_STEP) * BUCKET_STEP
-
-
-class Graft(nn.Module):
-    """A seed with its gate, as the rows of a fleet see it."""
-
-    def __init__(self, seed: nn.Module, gate: BlendGate) -> None:
-        super().__init__()
-        self.seed = seed
-        self.gate = gate
-
-    def forward(self, h: Tensor, strength: Tensor, style: Tensor, styles: Set[str]) -> Tensor:
-        """What is added to h (E, B, …) by members of these strengths and styles (E,); `styles` are all that occur."""
-        delta: Tensor = self.seed(h)
-        effect = delta
-        if "multiply" in styles:
-            effect = torch.where(per_member(style == BLEND_STYLES.index("multiply"), h), h * torch.tanh(delta), effect)
-        if "gate" in styles:
-            effect = torch.where(per_member(style == BLEND_STYLES.index("gate"), h), self.gate(h) * delta, effect)
-        return per_member(strength, h).to(effect.dtype) * effect
 
 
 class Bank:
@@ -64,6 +45,7 @@ class Bank:
     ) -> None:
         self.slot, self.blueprint, self.dtype, self.device = slot, blueprint, dtype, device
         self.graft = self._fresh(None).to(device=device, dtype=dtype)
+        self._parts = {part: RowCall(module) for part, module in self.graft.items()}
         shapes = {name: parameter.shape for name, parameter in self.graft.named_parameters()}
         self.weights = StackedWeights(envs, shapes, device, dtype)
         self.optimizer = StackedOptimizer(config, self.weights)
@@ -119,9 +101,21 @@ class Bank:
             name: (leaf.detach() if detached else leaf).index_select(0, members).to(h.dtype)
             for name, leaf in self.weights.leaves.items()
         }
-        inputs = h, strength, self.style.index_select(0, members), self.styles
-        effect: Tensor = functional_call(self.graft, weights, inputs)
+        effect = delta = self._call("seed", weights, h)
+        style = self.style.index_select(0, members)
+        if "multiply" in self.styles:
+            effect = torch.where(per_member(style == BLEND_STYLES.index("multiply"), h), h * torch.tanh(delta), effect)
+        if "gate" in self.styles:
+            gated = self._call("gate", weights, h) * delta
+            effect = torch.where(per_member(style == BLEND_STYLES.index("gate"), h), gated, effect)
+        effect = per_member(strength, h).to(effect.dtype) * effect
         return torch.where(per_member(valid, effect), effect, 0.0)
+
+    def _call(self, part: str, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
+        """Seed or gate of these members on h."""
+        own = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
+        result: Tensor = self._parts[part](own, h)
+        return result
 
     def step(self, rates: Tensor, warm: Tensor) -> Tensor:
         """Clip and step all seeds that train, at their env's rate (envs,); newborns at the share `warm` of it.
@@ -131,10 +125,11 @@ class Bank:
         rates = rates.where(~self.newborn, rates * warm)
         return self.optimizer.step(rates, self.takes_part, self.used).gradient.where(self.takes_part, 0.0)
 
-    def _fresh(self, rng_seed: int | None) -> Graft:
+    def _fresh(self, rng_seed: int | None) -> nn.ModuleDict:
+        """A seed with its gate."""
         slot = self.slot
         with torch.random.fork_rng(devices=[]):
             seed = BlueprintRegistry.build(
                 slot.topology, self.blueprint, slot.width, resolution=slot.resolution, rng_seed=rng_seed
             )
-            return Graft(seed, BlendGate(slot.width, slot.topology))
+            return nn.ModuleDict({"seed": seed, "gate": BlendGate(slot.width, slot.topology)})

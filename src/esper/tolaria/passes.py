@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from esper.kasmina.cnn import ConvSegment, PooledSegment, PoolSegment
 from esper.kasmina.host import Host
-from esper.kasmina.layers import BatchNorm2d, Statistics, add_rows, cat_rows, take_rows
+from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics, add_rows, cat_rows, take_rows
 from esper.tolaria.rows import START, Rows
 from esper.tolaria.stacked import StackedWeights
 
@@ -46,7 +45,8 @@ class StackedHost:
     ) -> None:
         """`places` are where slots are in use; `dtype` is that of the weights and statistics, `compute` of streams."""
         self.skeleton = hosts[0].to(device=device, dtype=dtype)
-        self._segments = _joined(list(self.skeleton.segments), places)
+        joined = _joined(list(self.skeleton.segments), places)
+        self._segments = [None if segment is None else RowCall(segment) for segment in joined]
         self.compute = compute
         shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)
@@ -103,10 +103,8 @@ class StackedHost:
         for index, segment in enumerate(self._segments):
             found.append({})
             if h is not None and segment is not None:
-                state = self.segment_state(index, rows, len(h))
-                h, found[index] = functional_call(
-                    segment, state | (statistics[index] if statistics else {}), (h, train)
-                )
+                state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
+                h, found[index] = segment(state, h, train)
             if h is not None and index in tapped:
                 taps[index] = h.detach()
             if index in births:

@@ -110,7 +110,9 @@ class Task:
 
     def make_host(self, seed: int) -> Host:
         """A fresh host: its weights, and its defect where the task has several, are a pure function of the seed."""
-        with torch.random.fork_rng(devices=[]):  # layers draw as they are built; nobody's random stream must notice
+        # Layers of torch draw from the global stream as they are built: it is seeded for them, and put back.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = self.build_host()
         reset_parameters(host, derive_seed(seed, "host"))
         defect = self.defects[derive_seed(seed, "defect") % len(self.defects)]
