@@ -218,11 +218,14 @@ class Linear(Layer):
             _uniform(self.bias, bound, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == 2:
-            return F.linear(x, self.weight, self.bias)
-        flat = x.flatten(1, -2)  # (R, everything else, inputs)
-        weight = self.weight.transpose(1, 2)
-        y = flat @ weight if self.bias is None else torch.baddbmm(self.bias[:, None], flat, weight)
+        # One network goes through the batched product too: the plain one rounds differently, and a few layers of that
+        # move gradients in float32 by 1e-5.
+        single = self.weight.dim() == 2
+        weight = self.weight[None] if single else self.weight
+        bias = self.bias[None] if single and self.bias is not None else self.bias
+        flat = x.reshape(weight.shape[0], -1, self.inputs)
+        weight = weight.transpose(1, 2)
+        y = flat @ weight if bias is None else torch.baddbmm(bias[:, None], flat, weight)
         return y.view(*x.shape[:-1], self.outputs)
 
     def extra_repr(self) -> str:
@@ -330,11 +333,7 @@ class LayerNorm(_AffineNorm):
         super().__init__(width, eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == 1:
-            return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
-        middle = [1] * (x.dim() - 2)
-        weight, bias = (p.reshape(p.shape[0], *middle, self.width) for p in (self.weight, self.bias))
-        return F.layer_norm(x, (self.width,), eps=self.eps) * weight + bias
+        return F.layer_norm(x, (self.width,), eps=self.eps) * per_channel(self.weight, x) + per_channel(self.bias, x)
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}"
@@ -382,8 +381,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         q, k, v = (p(h).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.query, self.key, self.value))
+        q, k, v = (part.reshape(-1, *part.shape[-3:]) for part in (q, k, v))  # rows join the batch
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(-2, -3).flatten(-2))
+        return self.out(y.transpose(-2, -3).flatten(-2).view(h.shape))
 
 
 class Scale(Layer):
