@@ -5,6 +5,7 @@ main rows and, where seeds are in TRAINING, one over their shadow rows; kernel l
 not on the number of hosts. Lifecycles are the same pure functions that a single model uses.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
@@ -94,6 +95,7 @@ class HostFleet(Lifecycles):
         self._group, self._order_seeds = self._grouping(padded)
         self.banks: dict[tuple[str, str], Bank] = {}
         self._sizes: dict[tuple[object, ...], int] = {}
+        self._most: dict[tuple[object, ...], int] = {}
         self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
         """Factor on the learning rate of each row."""
         self._norms: dict[tuple[str, str], Tensor] = {}
@@ -127,6 +129,7 @@ class HostFleet(Lifecycles):
             bank.clear()
         self.optimizer.clear(slice(None))
         self.begin()
+        self._leave_headroom()
         self.step_index, self._plan = 0, None
         self.governor.reset()
         self.snapshots.take()
@@ -265,7 +268,14 @@ class HostFleet(Lifecycles):
         size = bucket(count)
         if self.graphs is not None:
             size = self._sizes[group] = max(size, self._sizes.get(group, 0))
+            self._most[group] = max(count, self._most.get(group, 0))
         return size
+
+    def _leave_headroom(self) -> None:
+        """Between episodes: room for two deviations more than the most that a group has had, so that the next episode
+        seldom meets a new structure. Counts of rare events vary by about their square root."""
+        for group, most in self._most.items():
+            self._sizes[group] = max(self._sizes[group], bucket(math.ceil(most + 2 * math.sqrt(most + 1))))
 
     def busy_banks(self) -> list[tuple[str, str]]:
         """Banks with a seed that trains or acts; where graphs are replayed all banks, so that structures recur."""
