@@ -18,7 +18,8 @@ from esper.kasmina.compare import Difference, RowScore, score_row
 from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig
-from esper.tolaria.measure import FleetComparison, score_rows
+from esper.tolaria.measure import FleetComparison
+from esper.tolaria.scoring import score_rows
 
 CASES = [
     pytest.param(kind, optimiser, id=f"{kind}-{optimiser.kind}")

@@ -479,11 +479,11 @@ def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that Python knows of, each storage once."""
+    """Of all dense tensors that Python knows of, each storage once."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
-        if type(found) in (Tensor, nn.Parameter):
+        if type(found) in (Tensor, nn.Parameter) and found.layout is torch.strided:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

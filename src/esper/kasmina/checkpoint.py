@@ -4,41 +4,28 @@ The JSON names the host, and for every slot what passes there and the state of i
 build every module again. The weights file holds tensors and nothing else: reading it executes nothing. Alpha is no
 tensor of its own, it follows from the state.
 
-Writing: both files are complete in a temporary folder beside the target before that is renamed into its place.
+Writing and proving the files is `leyline.stored`'s: a crash leaves the old checkpoint or the new one.
 Reading: `read` proves the files, `restore` proves that they fit a body, and only then is anything changed.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from esper.kasmina.body import Body, SegmentedBody
 from esper.kasmina.host import Host
 from esper.kasmina.lifecycle import LifecycleConfig
-from esper.kasmina.saved import DTYPES, SavedHost, SavedModel, SavedSlot, check_model, check_state, refusal
+from esper.kasmina.saved import DTYPES, SavedHost, SavedModel, SavedSlot, check_model, check_state
 from esper.kasmina.slot import Isolation, SeedSlot
 from esper.leyline import CheckpointError, GateRefusedError, SlotSpec
-from esper.leyline.files import replace_folder, sync_to_disk
-from esper.leyline.records import Json, decode, encode
+from esper.leyline.records import decode, encode
+from esper.leyline.stored import StoredFormat, read_stored, refusal, write_stored
 
-FORMAT = "esper-model"
-VERSION = 1
-DOCUMENT = "model.json"
-WEIGHTS = "weights.safetensors"
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """The weights file as it was written."""
-
-    size: int
-    sha256: str
+MODEL = StoredFormat("esper-model", 1, "model.json", "weights.safetensors")
 
 
 @dataclass(frozen=True)
@@ -88,50 +75,16 @@ def save(
     with refusal("the model cannot be stored so that it could be loaded again"):
         plain_model = encode(model)
         check_model(decode(SavedModel, json.loads(json.dumps(plain_model, allow_nan=False)), "model"), "the model")
-    tensors = _storable(_tensors(body.host, slots))
     if model.host.kind is not None:
         _check_one_dtype(body.host, model)
-
-    def write(new: Path) -> None:
-        with refusal("the weights cannot be stored"):
-            safetensors.torch.save_file(tensors, new / WEIGHTS)
-        sync_to_disk(new / WEIGHTS)
-        raw = (new / WEIGHTS).read_bytes()
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": plain_model,
-            "weights": StoredWeights(len(raw), _digest(raw)),
-        }
-        with refusal("the model cannot be stored as JSON"):
-            plain = {key: encode(value) for key, value in content.items()}
-            text = json.dumps(plain | {"checksum": _checksum(plain)}, indent=1, allow_nan=False)
-        (new / DOCUMENT).write_text(text + "\n", encoding="utf-8")
-        sync_to_disk(new / DOCUMENT)
-
-    with refusal(str(folder)):
-        replace_folder(folder.resolve(), write, (DOCUMENT, WEIGHTS))
-
-
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and no two in the same memory (tied weights are stored twice)."""
-    stored: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is a {type(tensor).__name__}; a checkpoint holds tensors only")
-        plain = tensor.detach().cpu().contiguous()
-        place = plain.untyped_storage().data_ptr()
-        stored[name] = plain.clone() if place in seen else plain
-        seen.add(place)
-    return stored
+    write_stored(folder, MODEL, {"model": plain_model}, _tensors(body.host, slots))
 
 
 def _check_one_dtype(host: nn.Module, model: SavedModel) -> None:
     """A host is rebuilt from its configuration, all of it in one dtype."""
     wanted = DTYPES[model.dtype]
     for name, tensor in host.state_dict().items():
-        if tensor.is_floating_point() and tensor.dtype != wanted:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != wanted:
             raise CheckpointError(
                 f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all of a {model.host.kind} at once"
             )
@@ -145,72 +98,19 @@ def _saved_host(body: Body) -> SavedHost:
     return SavedHost(class_name, None, None) if config is None else SavedHost(class_name, kind.__name__, dict(config))
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _checksum(content: Mapping[str, Json]) -> str:
-    """Over the content in a form that does not depend on its layout."""
-    return _digest(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> Checkpoint:
     """The contents of a checkpoint, every one of them checked. Nothing in it is executed."""
-    document = _read_document(folder / DOCUMENT)
-    with refusal(str(folder / DOCUMENT)):
-        model: SavedModel = decode(SavedModel, document["model"], "model")
-        stored: StoredWeights = decode(StoredWeights, document["weights"], "weights")
-    check_model(model, str(folder / DOCUMENT))
-    return Checkpoint(folder, model, _read_weights(folder / WEIGHTS, stored))
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); a checkpoint is a folder with {DOCUMENT} and {WEIGHTS}"
-        ) from error
-
-
-def _read_document(path: Path) -> dict[str, Json]:
-    """The JSON: of this format and version, and unchanged since it was written."""
-    raw = _read_file(path)
-    try:
-        document = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON, truncated or damaged: {error}") from error
-    given = document if isinstance(document, dict) else {}
-    if given.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format is {given.get('format')!r}; allowed: {FORMAT!r}")
-    if given.get("version") != VERSION:
-        raise CheckpointError(f"{path}: version is {given.get('version')!r}; this Esper reads version {VERSION}")
-    keys = {"format", "version", "model", "weights", "checksum"}
-    if set(given) != keys:
-        raise CheckpointError(f"{path} has keys {sorted(given)}; allowed: {sorted(keys)}")
-    with refusal(str(path)):
-        found = _checksum({key: value for key, value in given.items() if key != "checksum"})
-    if given["checksum"] != found:
-        raise CheckpointError(f"{path} was changed: it states checksum {given['checksum']!r}, its content has {found}")
-    return given
-
-
-def _refuse_constant(name: str) -> Json:
-    raise ValueError(f"{name} is no JSON value")
-
-
-def _read_weights(path: Path, stored: StoredWeights) -> dict[str, Tensor]:
-    raw = _read_file(path)
-    if len(raw) != stored.size:
-        raise CheckpointError(f"{path} is truncated or was replaced: {len(raw)} bytes, {stored.size} were written")
-    if _digest(raw) != stored.sha256:
-        raise CheckpointError(f"{path} was changed: its sha256 is {_digest(raw)}, what was written had {stored.sha256}")
-    with refusal(f"{path} is no safetensors file"):
-        tensors: dict[str, Tensor] = safetensors.torch.load(raw)
-    return tensors
+    content, tensors = read_stored(folder, MODEL)
+    where = str(folder / MODEL.document)
+    if set(content) != {"model"}:
+        raise CheckpointError(f"{where} holds {sorted(content)}; allowed: ['model']")
+    with refusal(where):
+        model: SavedModel = decode(SavedModel, content["model"], "model")
+    check_model(model, where)
+    return Checkpoint(folder, model, tensors)
 
 
 # -- restoring --------------------------------------------------------------------------------------------------------
@@ -308,7 +208,9 @@ def _check_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor], w
     """The same names, shapes and dtypes."""
     missing, extra = sorted(set(targets) - set(given)), sorted(set(given) - set(targets))
     if missing or extra:
-        raise CheckpointError(f"{where}: {WEIGHTS} lacks {missing}, and holds {extra} for which there is no place")
+        raise CheckpointError(
+            f"{where}: {MODEL.weights} lacks {missing}, and holds {extra} for which there is no place"
+        )
     for name, target in targets.items():
         found, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (given[name], target))
         if found != wanted:

@@ -1,12 +1,9 @@
 """What a checkpoint says of a model beside its tensors, and what must hold for it to be believed."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.host import Host
@@ -17,25 +14,14 @@ from esper.leyline import (
     BLEND_STYLES,
     LIVE_STAGES,
     CheckpointError,
-    EsperError,
     SeedStage,
     SlotSpec,
     UnknownNameError,
 )
 from esper.leyline.records import Json
+from esper.leyline.stored import refusal
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-
-
-@contextmanager
-def refusal(where: str) -> Iterator[None]:
-    """What goes wrong inside is the fault of what is being stored or read."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (EsperError, SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True)

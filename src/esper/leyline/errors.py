@@ -49,3 +49,7 @@ class CheckpointError(EsperError, ValueError):
 
 class DataError(EsperError, ValueError):
     """A data set that is missing, damaged or too small for its task."""
+
+
+class FleetMemoryError(EsperError, MemoryError):
+    """A fleet that does not fit into memory; the message says how many hosts would."""

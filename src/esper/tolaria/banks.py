@@ -56,6 +56,7 @@ class Bank:
         """Strengths at the present alpha and at alpha 1."""
         self.used = torch.zeros_like(self.weights.matrix, dtype=torch.bool)
         """Which parameters each member has: those of a gate only where the style has one."""
+        self._settled: list[SeedState | None] | None = None
 
     def plant(self, env: int, rng_seed: int) -> None:
         """A seed with fresh weights, the same as a single model's seed of that number would have."""
@@ -69,15 +70,20 @@ class Bank:
 
     def clear(self) -> None:
         """No env has a seed here."""
+        self._settled = None
         self.weights.matrix.zero_()
         self.optimizer.clear(slice(None))
 
     def settle(self, seeds: Mapping[int, SeedState], conductance: Tensor) -> None:
         """Set the tensors that follow from the states of its seeds by env, in place.
 
-        `conductance` (envs,) is how much of the slot's effect each host lets through.
+        `conductance` (envs,) is how much of the slot's effect each host lets through; it is constant in an episode.
         """
         states = [seeds.get(env) for env in range(len(self.weights))]
+        # States are immutable, so the same objects mean the same tensors: an edit settles the banks of one slot only.
+        if self._settled is not None and all(new is old for new, old in zip(states, self._settled, strict=True)):
+            return
+        self._settled = states
         styles = ["add" if state is None else state.style for state in states]
         self.styles = frozenset(styles)
         trains = [state is not None and state.stage is SeedStage.TRAINING for state in states]

@@ -30,15 +30,14 @@ from esper.tolaria.governor import Governor, GovernorConfig, Panic
 from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measure import FleetComparison, measure
+from esper.tolaria.needs import PassNeeds, default_budget
 from esper.tolaria.passes import PassResult, StackedHost
 from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
-from esper.tolaria.rows import Plan, Rows
+from esper.tolaria.rows import LEAST_ROWS, Plan, Rows
+from esper.tolaria.shortage import memory_guard
 from esper.tolaria.snapshots import SnapshotStore
 from esper.tolaria.stacked import StackedOptimizer, per_member
 from esper.tolaria.tasks import Task
-
-LEAST_ROWS = 2
-"""A fleet of one carries a dead second row: kernels for a single row round differently."""
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -66,11 +65,13 @@ class HostFleet(Lifecycles):
         config: LifecycleConfig | None = None,
         governor: GovernorConfig | None = None,
         graphs: bool = True,
+        validation_bytes: int | None = None,
     ) -> None:
         """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own.
 
         Weights and statistics are kept in `dtype`; `compute` (default the same) is that of streams and products.
-        On CUDA minibatches are replayed as `graphs`.
+        On CUDA minibatches are replayed as `graphs`. `validation_bytes` is how much memory the activations of a
+        validation may take (default: a quarter of a CUDA device, 1 GiB on the CPU).
         """
         if n < 1:
             raise BadValueError(f"a fleet of {n} hosts: it needs at least 1")
@@ -79,8 +80,18 @@ class HostFleet(Lifecycles):
             raise BadValueError(f"{len(self.seeds)} seeds for {n} hosts: each host needs one")
         slots = {slot.slot_id: slot for slot in task.slot_config.slots}
         super().__init__(n, slots, config if config is not None else LifecycleConfig(), task.parameter_budget)
-        self.task, self.device, self.dtype = task, _device(device), dtype
-        self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
+        self.task, self.device, self.dtype, self.compute = task, _device(device), dtype, compute or dtype
+        self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes
+        if self.validation_bytes < 1:
+            raise BadValueError(f"validation_bytes {self.validation_bytes} must be positive")
+        self._plan: Plan | None = None
+        with memory_guard(self, "loading the data"):
+            self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
+        with memory_guard(self, "building the fleet"):
+            self._build(governor, graphs=graphs)
+
+    def _build(self, governor: GovernorConfig | None, *, graphs: bool) -> None:
+        task, n, dtype = self.task, self.n, self.dtype
         padded = self._padded(self.seeds)
         made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
         self.places = {slot_id: made[padded[0]].slot_index(slot_id) for slot_id in self.slots}
@@ -89,7 +100,7 @@ class HostFleet(Lifecycles):
             self.places.values(),
             device=self.device,
             dtype=dtype,
-            compute=compute or dtype,
+            compute=self.compute,
         )
         self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
         self._group, self._order_seeds = self._grouping(padded)
@@ -101,8 +112,7 @@ class HostFleet(Lifecycles):
         self._norms: dict[tuple[str, str], Tensor] = {}
         self.step_index = 0
         self.losses = torch.full((n,), float("nan"))
-        self._plan: Plan | None = None
-        self._fixed: tuple[Samples, Tensor] | None = None
+        self._needs: PassNeeds | None = None
         self.governor = Governor(n, task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
         self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
@@ -153,14 +163,16 @@ class HostFleet(Lifecycles):
 
     def draw(self, index: int) -> Samples:
         """The minibatch of that number for every row: inputs (R, B, …), targets (R, B, …)."""
-        return self.batches.rows(self._order_seeds, self._group, index, self.host.compute)
+        with memory_guard(self, "drawing a minibatch"):
+            return self.batches.rows(self._order_seeds, self._group, index, self.compute)
 
     def train_minibatch(self, samples: Samples, rate: float, warm: float = 1.0) -> Tensor:
         """One step of every host and seed; returns the losses of the main rows (R,). `warm` scales newborns' rate."""
-        if self.graphs is not None:
-            return self.graphs.run(samples, rate, warm)
-        rates = (torch.tensor(value, dtype=self.dtype, device=self.device) for value in (rate, warm))
-        return self.run_minibatch(self.plan, samples, *rates)
+        with memory_guard(self, "training a minibatch"):
+            if self.graphs is not None:
+                return self.graphs.run(samples, rate, warm)
+            rates = (torch.tensor(value, dtype=self.dtype, device=self.device) for value in (rate, warm))
+            return self.run_minibatch(self.plan, samples, *rates)
 
     def run_minibatch(self, plan: Plan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
         """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
@@ -222,9 +234,11 @@ class HostFleet(Lifecycles):
 
     def validate(self) -> FleetComparison:
         """Main rows, auditions and contributions on the validation set; noted in the seeds' states."""
-        if self._fixed is None:
-            self._fixed = self.batches.validation(), self.batches.calibration(self.task.calibration_size)
-        return measure(self, *self._fixed)
+        with memory_guard(self, "validating"):
+            if self._needs is None:
+                inputs = self.batches.calibration(self.task.calibration_size)
+                self._needs = PassNeeds(self, self.batches.validation(), inputs)
+            return measure(self, self._needs)
 
     def govern(self, found: FleetComparison) -> list[Panic]:
         """After validation: send envs in trouble back to their snapshots, then remember all as they are."""
@@ -233,7 +247,8 @@ class HostFleet(Lifecycles):
         panics = self.governor.verdicts()
         for panic in panics:
             self.snapshots.restore(panic.env)
-        self.snapshots.take()
+        with memory_guard(self, "taking snapshots"):
+            self.snapshots.take()
         return panics
 
     def _state_finite(self) -> Tensor:
@@ -292,7 +307,11 @@ class HostFleet(Lifecycles):
     def evaluation_rows(self) -> tuple[Rows, list[tuple[int, str]]]:
         """Main rows with a shadow row per TRAINING seed and an ablation row per acting one, and whose these are."""
         _ = self.plan
-        return eval_rows(self)
+        return eval_rows(self, range(len(self.host.weights)))
+
+    def shadows_per_host(self) -> float:
+        """Shadow rows with their padding, as last planned."""
+        return 0.0 if self._plan is None or self._plan[1] is None else len(self._plan[1]) / self.n
 
     def tick(self) -> list[tuple[int, StageChange]]:
         self.step_index += 1
@@ -317,9 +336,10 @@ class HostFleet(Lifecycles):
         key = slot_id, blueprint
         if key not in self.banks:
             config, members = self.task.optimiser, len(self.host.weights)
-            self.banks[key] = Bank(
-                self.slots[slot_id], blueprint, members, config, device=self.device, dtype=self.dtype
-            )
+            with memory_guard(self, f"making room for {blueprint} seeds in {slot_id}"):
+                self.banks[key] = Bank(
+                    self.slots[slot_id], blueprint, members, config, device=self.device, dtype=self.dtype
+                )
         return self.banks[key]
 
     @torch.no_grad()

@@ -22,6 +22,8 @@ GRAPHS_KEPT = 48
 CAPTURE_AFTER = 8
 """Eager minibatches of a structure before it gets a graph: a capture costs what the graph saves in dozens of them, so a
 structure that only passes by is not worth it."""
+STRUCTURES_KEPT = 4096
+"""Whose minibatches are counted: those met last, so that a long run does not grow."""
 
 Structure = tuple[object, ...]
 
@@ -62,7 +64,6 @@ class _Captured:
     plan: Plan
     current: Plan
     """The plan whose values are in `plan`."""
-    samples: Samples
     losses: Tensor
     norms: dict[tuple[str, str], Tensor]
 
@@ -75,7 +76,8 @@ class MinibatchGraphs:
         self.captures = self.replays = self.eager_runs = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Structure, _Captured] = OrderedDict()
-        self._met: dict[Structure, int] = {}
+        self._met: OrderedDict[Structure, int] = OrderedDict()
+        self._samples: Samples | None = None
         self._rate, self._warm = torch.zeros(2, dtype=fleet.dtype, device=fleet.device)
 
     def run(self, samples: Samples, rate: float, warm: float) -> Tensor:
@@ -86,7 +88,9 @@ class MinibatchGraphs:
         key = (*structure(plan), tuple(self.fleet.busy_banks()))
         captured = self._graphs.get(key)
         if captured is None:
-            self._met[key] = self._met.get(key, 0) + 1
+            self._met[key] = self._met.pop(key, 0) + 1
+            if len(self._met) > STRUCTURES_KEPT:
+                self._met.popitem(last=False)
             if self._met[key] <= CAPTURE_AFTER:
                 self.eager_runs += 1
                 return self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
@@ -96,19 +100,25 @@ class MinibatchGraphs:
             captured.current = plan
         self._graphs.move_to_end(key)
         self.replays += 1
-        captured.samples.inputs.copy_(samples.inputs)
-        captured.samples.targets.copy_(samples.targets)
+        for mine, given in zip(self._static(samples), samples, strict=True):
+            mine.copy_(given)
         captured.graph.replay()
         self.fleet.keep_norms(captured.norms)
         return captured.losses
+
+    def _static(self, samples: Samples) -> Samples:
+        """The minibatch that all graphs read: its shape is that of the main rows, whatever grows."""
+        if self._samples is None:
+            self._samples = Samples(*(torch.empty_like(part) for part in samples))
+        return self._samples
 
     def _capture(self, plan: Plan, samples: Samples) -> _Captured:
         while len(self._graphs) >= self.kept:
             self._graphs.popitem(last=False)
         self.captures += 1
-        static = Samples(samples.inputs.clone(), samples.targets.clone())
+        static = self._static(samples)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.fleet.device)
         with torch.cuda.graph(graph, pool=self._pool):
             losses = self.fleet.run_minibatch(plan, static, self._rate, self._warm)
-        return _Captured(graph, plan, plan, static, losses, self.fleet.norms())
+        return _Captured(graph, plan, plan, losses, self.fleet.norms())

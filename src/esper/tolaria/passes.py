@@ -90,11 +90,13 @@ class StackedHost:
         train: bool,
         statistics: list[Statistics] | None = None,
         tapped: Collection[int] = (),
+        attached: bool = False,
         streams: Mapping[int, Tensor] | None = None,
     ) -> PassResult:
         """From the input `x` (rows born at the start, B, …) to the output.
 
-        `statistics` replace the running ones; `streams` are where rows are born from instead of this pass's own.
+        `statistics` replace the running ones; `streams` are where rows are born from instead of this pass's own. Taps
+        are detached unless they are to stay `attached`, for a gradient there.
         """
         births = {birth.place: birth.parents for birth in rows.births}
         h = None if START not in births else x
@@ -106,7 +108,7 @@ class StackedHost:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
                 h, found[index] = segment(state, h, train)
             if h is not None and index in tapped:
-                taps[index] = h.detach()
+                taps[index] = h if attached else h.detach()
             if index in births:
                 source = h if streams is None else streams[index]
                 assert source is not None, "rows that are born without a stream"

@@ -1,6 +1,6 @@
 """From the structure of a fleet to the rows of its passes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.kasmina import SeedState
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria.banks import Bank
-from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
+from esper.tolaria.rows import LEAST_ROWS, START, Act, Birth, Extra, Rows, indices
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -46,21 +46,30 @@ def shadow_rows(fleet: "HostFleet") -> Rows | None:
             padded += born
     env = torch.cat([birth.parents for birth in births])
     valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
-    return Rows(env, tuple(births), _acts(fleet, padded, first_row=0, main=False, pad=True), valid)
+    return Rows(env, tuple(births), _acts(fleet, padded, first_row=0, main={}, pad=True), valid)
 
 
-def eval_rows(fleet: "HostFleet") -> tuple[Rows, list[tuple[int, str]]]:
-    """Main rows, then a row per TRAINING seed (shadow) and per acting one (ablation); and whose seed each is about."""
-    extras = sorted(find_extras(fleet), key=lambda extra: extra.place)
-    main = fleet.plan[0]
+def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, list[tuple[int, str]]]:
+    """Main rows of these envs, then a row per TRAINING seed (shadow) and per acting one (ablation) of theirs; and whose
+    seed each of those is about."""
+    number = {env: row for row, env in enumerate(envs)}
+    extras = sorted((extra for extra in find_extras(fleet) if extra.env in number), key=lambda extra: extra.place)
     births = [
-        Birth(place, indices([extra.env for extra in extras if extra.place == place], fleet.device))
+        Birth(place, indices([number[extra.env] for extra in extras if extra.place == place], fleet.device))
         for place in sorted({extra.place for extra in extras})
     ]
-    env = torch.cat([main.env, indices([extra.env for extra in extras], fleet.device)])
+    start = Birth(START, torch.arange(len(envs), device=fleet.device))
+    env = indices([*envs, *(extra.env for extra in extras)], fleet.device)
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
-    acts = _acts(fleet, extras, first_row=len(main), main=True, pad=False)
-    return Rows(env, (main.births[0], *births), acts), [(extra.env, slot_at[extra.place]) for extra in extras]
+    acts = _acts(fleet, extras, first_row=len(envs), main=number, pad=False)
+    return Rows(env, (start, *births), acts), [(extra.env, slot_at[extra.place]) for extra in extras]
+
+
+def deployed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
+    """Main rows of these envs alone."""
+    number = {env: row for row, env in enumerate(envs)}
+    acts = _acts(fleet, [], first_row=len(envs), main=number, pad=False)
+    return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
 
 
 def find_extras(fleet: "HostFleet") -> list[Extra]:
@@ -73,9 +82,13 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
     ]
 
 
-def _acting(fleet: "HostFleet", slot_id: str, bank: Bank) -> list[Entry]:
-    """The main rows that seeds of this bank act on."""
-    return [(env, env) for env, states in enumerate(fleet.states) if _acts_here(states[slot_id], bank)]
+def _acting(fleet: "HostFleet", slot_id: str, bank: Bank, number: Mapping[int, int] | None = None) -> list[Entry]:
+    """The main rows that seeds of this bank act on; `number` gives the rows by env where not all envs are there."""
+    return [
+        (env if number is None else number[env], env)
+        for env, states in enumerate(fleet.states)
+        if _acts_here(states[slot_id], bank) and (number is None or env in number)
+    ]
 
 
 def _acts_here(state: SeedState, bank: Bank) -> bool:
@@ -83,9 +96,12 @@ def _acts_here(state: SeedState, bank: Bank) -> bool:
 
 
 def _acts(
-    fleet: "HostFleet", extras: Sequence[Extra | None], *, first_row: int, main: bool, pad: bool
+    fleet: "HostFleet", extras: Sequence[Extra | None], *, first_row: int, main: Mapping[int, int], pad: bool
 ) -> dict[int, list[Act]]:
-    """What every bank does to the main rows, if they are in this pass, and to the extra ones from `first_row` on."""
+    """What every bank does to the extra rows, from `first_row` on, and to the `main` rows of this pass, by env.
+
+    Padded to a bucket, so that shapes recur, or only to two: whether a member is alone must not show in its last bits.
+    """
     acts: dict[int, list[Act]] = {}
     numbered = [(first_row + number, extra) for number, extra in enumerate(extras) if extra is not None]
     for (slot_id, blueprint), bank in fleet.banks.items():
@@ -100,10 +116,13 @@ def _acts(
             for row, extra in numbered
             if extra.place < place and _acts_here(fleet.states[extra.env][slot_id], bank)
         ]
-        if main:
-            passing += _acting(fleet, slot_id, bank)
+        passing += _acting(fleet, slot_id, bank, main)
         for kind, entries, strength in (("own", own, bank.full), ("passing", passing, bank.strength)):
-            size = fleet.group_size((kind, slot_id, blueprint), len(entries)) if pad else len(entries)
+            size = len(entries)
+            if pad:
+                size = fleet.group_size((kind, slot_id, blueprint), size)
+            elif size:
+                size = max(size, LEAST_ROWS)
             if size:
                 act = _act(bank, entries, strength, size, detached=kind == "passing")
                 acts.setdefault(place, []).append(act)

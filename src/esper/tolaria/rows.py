@@ -16,6 +16,10 @@ from esper.tolaria.banks import Bank
 START = -1
 """The place in front of the first segment; other places are the index of the segment they lie behind."""
 
+LEAST_ROWS = 2
+"""The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
+carries a dead second row."""
+
 
 class Birth(NamedTuple):
     """Rows that join at a place; their streams are taken from these parents."""

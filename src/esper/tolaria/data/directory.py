@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data.progress import progress_bar
+from esper.leyline.progress import progress_bar
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30.0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from esper.tolaria.data.progress import progress_bar
+from esper.leyline.progress import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,147 @@
+"""An agent on disk: a folder with `agent.json` and `agent.safetensors`, everything needed to go on.
+
+Weights, Adam's moments, statistics of observations and returns, the generator's state, counters and the whole
+configuration. Loading proves all of it before an agent exists, and executes nothing.
+
+Versions: 1 is the first.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.leyline import CheckpointError
+from esper.leyline.numbers import require_whole
+from esper.leyline.records import decode, encode
+from esper.leyline.stored import StoredFormat, read_stored, refusal, write_stored
+from esper.simic.agent.config import CompileMode, PPOConfig
+from esper.simic.agent.ppo import PPOAgent
+from esper.tamiyo import ActionTable, ObservationLayout
+
+AGENT = StoredFormat("esper-agent", 1, "agent.json", "agent.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True)
+class SavedAgent:
+    """Everything but the tensors."""
+
+    table: ActionTable
+    layout: ObservationLayout
+    config: PPOConfig
+    compile_mode: CompileMode
+    total_updates: int
+    updates: int
+    failures: int
+    tasks: int
+    observations_frozen: bool
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "failures"):
+            require_whole(name, getattr(self, name), 0)
+
+
+def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | None = None) -> None:
+    """Write an agent; `extras` are frozen dataclasses to keep beside it."""
+    saved = SavedAgent(
+        agent.table,
+        agent.layout,
+        agent.config,
+        agent.compile_mode,
+        agent.total_updates,
+        agent.updates,
+        agent.failures,
+        len(agent.returns.statistics.mean),
+        agent.observations.frozen,
+    )
+    content = {"agent": encode(saved), **{name: encode(value) for name, value in (extras or {}).items()}}
+    write_stored(folder, AGENT, content, agent_tensors(agent))
+
+
+def agent_tensors(agent: PPOAgent) -> dict[str, Tensor]:
+    """All tensors of an agent by name."""
+    tensors = {f"network.{name}": tensor for name, tensor in agent.network.state_dict().items()}
+    for name, weight in agent.network.named_parameters():
+        state = agent.optimizer.state.get(weight, {})
+        tensors |= {f"adam.{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
+    for part, statistics in (("observations", agent.observations), ("returns", agent.returns)):
+        tensors |= {f"{part}.{name}": value for name, value in statistics.statistics.state_dict().items()}
+    tensors["generator"] = agent.generator.get_state()
+    return tensors
+
+
+def load_agent(
+    folder: Path,
+    extras: Mapping[str, type] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    compile_mode: CompileMode | None = None,
+) -> tuple[PPOAgent, dict[str, Any]]:  # Any: dataclasses of the given types
+    """Read an agent and what was kept beside it. `compile_mode` overrides the one that was saved."""
+    content, tensors = read_stored(folder, AGENT)
+    wanted = {"agent": SavedAgent, **(extras or {})}
+    with refusal(str(folder)):
+        if set(content) != set(wanted):
+            raise CheckpointError(f"{folder} holds {sorted(content)}; wanted {sorted(wanted)}")
+        parts = {name: decode(kind, content[name], name) for name, kind in wanted.items()}
+        saved: SavedAgent = parts.pop("agent")
+        config = replace(saved.config, compile=saved.compile_mode if compile_mode is None else compile_mode)
+        agent = PPOAgent(
+            saved.table,
+            saved.layout,
+            config,
+            total_updates=saved.total_updates,
+            tasks=saved.tasks,
+            device=device,
+        )
+        restore_tensors(agent, tensors, str(folder))
+        agent.updates, agent.failures = saved.updates, saved.failures
+        agent.observations.frozen = saved.observations_frozen
+    return agent, parts
+
+
+def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Fill an agent with these tensors, after proving that they are the ones it needs."""
+    weights = dict(agent.network.named_parameters())
+    trained = {name for name in weights if f"adam.step.{name}" in tensors}
+    _check_tensors(tensors, _expected_tensors(agent, trained), where)
+    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
+    agent.network.load_state_dict(
+        {name.removeprefix("network."): value for name, value in tensors.items() if name.startswith("network.")}
+    )
+    for name in trained:
+        moments = {moment: tensors[f"adam.{moment}.{name}"] for moment in MOMENTS}
+        agent.optimizer.state[weights[name]] = {
+            moment: value.to(agent.device, copy=True) for moment, value in moments.items()
+        }
+    for part, statistics in (("observations", agent.observations), ("returns", agent.returns)):
+        prefix = f"{part}."
+        statistics.statistics.load_state_dict(
+            {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        )
+
+
+def _expected_tensors(agent: PPOAgent, trained: set[str]) -> dict[str, Tensor]:
+    """Tensors of the shapes and types that the agent needs. Adam has moments of weights that had a gradient."""
+    expected = {name: tensor for name, tensor in agent_tensors(agent).items() if not name.startswith("adam.")}
+    for name, weight in agent.network.named_parameters():
+        if name in trained:
+            like = (weight, weight, torch.zeros(()))
+            expected |= {f"adam.{moment}.{name}": tensor for moment, tensor in zip(MOMENTS, like, strict=True)}
+    return expected
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    if set(tensors) != set(expected):
+        unknown, missing = sorted(set(tensors) - set(expected)), sorted(set(expected) - set(tensors))
+        raise CheckpointError(f"{where}: unknown tensors {unknown[:3]}, missing {missing[:3]}")
+    for name, tensor in tensors.items():
+        found, wanted = ((tuple(each.shape), each.dtype) for each in (tensor, expected[name]))
+        if found != wanted:
+            raise CheckpointError(f"{where}: tensor {name!r} is {found}; this agent needs {wanted}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{where}: tensor {name!r} has numbers that are not finite")

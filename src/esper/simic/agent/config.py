@@ -1,0 +1,123 @@
+"""Settings of PPO."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from esper.leyline import BadValueError, UnknownNameError
+from esper.leyline.numbers import require_positive, require_share, require_whole
+from esper.tamiyo import NetworkConfig
+
+CompileMode = Literal["off", "default", "max-autotune-no-cudagraphs"]
+COMPILE_MODES: tuple[CompileMode, ...] = ("off", "default", "max-autotune-no-cudagraphs")
+
+ADAM_EPS = 1e-5
+"""PPO's customary value: with Adam's 1e-8 the first steps of rarely used heads are as large as the rate allows."""
+KL_STOP = 1.5
+"""An update stops at this multiple of the target: single minibatches scatter about the mean by half as much."""
+GAP_REFUSED = 1e-2
+"""Log-probs that differ this much between collection and update belong to another policy."""
+FAILURES_ALLOWED = 3
+"""The run stops at so many updates in a row without a single finite gradient."""
+NORM_EPS = 1e-6
+"""Added to the global norm that gradients are divided by, as torch's own clipping does."""
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Settings of the agent. What depends on the length of a run is annealed over its updates."""
+
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    steps: int = 128
+    """Steps per env in a round."""
+    epochs: int = 4
+    """Passes over a round in one update."""
+    minibatches: int = 4
+    """Parts of an epoch; each holds whole rows of envs."""
+    pieces: int = 1
+    """Parts of a minibatch whose gradients are accumulated, to bound memory."""
+    gamma: float = 0.99
+    """Discount per step."""
+    lam: float = 0.95
+    """GAE's λ."""
+    rate: float = 1e-3
+    """Adam's learning rate."""
+    rate_end: float = 1.0
+    """Share of the rate at the end of the run; in between it falls linearly."""
+    clip: float = 0.2
+    """The ratio of each head is clipped to 1 ± this."""
+    clip_end: float = 1.0
+    """Share of the clip range at the end of the run."""
+    target_kl: float | None = 0.03
+    """The update stops where the joint policy has moved 1.5 times this far; None: never."""
+    clip_norm: float = 0.5
+    """Global norm to which gradients are clipped."""
+    value_coefficient: float = 0.5
+    value_clip: float | None = None
+    """Hold new values within ± this of the old ones, in units of the returns' deviation; None: off."""
+    huber: float | None = None
+    """Where the value loss turns linear, in the same units; None: squared error."""
+    forced_value_weight: float = 0.2
+    """Weight in the value loss of steps that left no choice."""
+    critic_decay: float = 1e-4
+    """Weight decay, of the critic alone."""
+    entropy: float = 0.02
+    """Coefficient of the normalised entropy, mean over heads, at the start."""
+    entropy_end: float = 0.1
+    """Share of it at the end of the run."""
+    logit_penalty: float = 3e-3
+    """Coefficient of the mean square of centred legal logits, mean over heads: it brings back heads that collapsed."""
+    explore: float = 0.05
+    """Share of uniform choice in the policy at the start; 0 from `explore_until` on, and in evaluation."""
+    explore_until: float = 0.6
+    advantage_floor: float = 1e-3
+    """Least standard deviation that advantages are divided by."""
+    normalise_observations: bool = True
+    normalise_rewards: bool = True
+    """Scale rewards by the deviation of the discounted return (`learn` only)."""
+    freeze_after: float = 0.2
+    """Share of the run after which the statistics of observations stay as they are."""
+    compile: CompileMode = "off"
+    """`torch.compile` of encoder and heads (dynamic shapes; the LSTM is one fused kernel already)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "minibatches", "pieces"):
+            require_whole(name, getattr(self, name), 1)
+        for name in ("gamma", "clip_end"):
+            require_share(name, getattr(self, name))
+        for name in ("rate", "clip", "clip_norm", "advantage_floor"):
+            require_positive(name, getattr(self, name))
+        for name in ("target_kl", "value_clip", "huber"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name), remark="; None switches it off")
+        for name in ("value_coefficient", "forced_value_weight", "critic_decay", "entropy", "logit_penalty"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise BadValueError(f"{name} {getattr(self, name)!r} is not a finite number of 0 or more")
+        for name in ("lam", "rate_end", "entropy_end", "explore_until", "freeze_after"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadValueError(f"{name} {getattr(self, name)!r} is not in [0, 1]")
+        if not 0 <= self.explore < 1:
+            raise BadValueError(f"explore {self.explore!r} is not in [0, 1): with 1 there is nothing to learn")
+        if self.compile not in COMPILE_MODES:
+            raise UnknownNameError("compile mode", self.compile, COMPILE_MODES)
+
+    def entropy_at(self, progress: float) -> float:
+        """Entropy coefficient at a share of the run."""
+        return self.entropy * _falling(self.entropy_end, progress)
+
+    def rate_at(self, progress: float) -> float:
+        """Learning rate at a share of the run."""
+        return self.rate * _falling(self.rate_end, progress)
+
+    def clip_at(self, progress: float) -> float:
+        """Clip range at a share of the run."""
+        return self.clip * _falling(self.clip_end, progress)
+
+    def explore_at(self, progress: float) -> float:
+        """ε at a share of the run."""
+        return self.explore * max(0.0, 1 - progress / self.explore_until) if self.explore_until else 0.0
+
+
+def _falling(end: float, progress: float) -> float:
+    """From 1 to `end`, linearly."""
+    return 1 + (end - 1) * min(1.0, progress)

@@ -1,0 +1,168 @@
+"""From the tensors that an update leaves behind to its metrics, in one transfer."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from esper.simic.agent.config import KL_STOP
+from esper.simic.agent.lesson import Lesson
+from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics
+
+if TYPE_CHECKING:
+    from esper.simic.agent.ppo import PPOAgent
+
+
+class UpdateRecord:
+    """Small tensors per minibatch, left on the device."""
+
+    def __init__(self, heads: tuple[str, ...]) -> None:
+        self.heads = heads
+        self.epochs = 0
+        self.minibatches: list[dict[str, Tensor]] = []
+        self._open: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """A minibatch, or the same once more."""
+        self._open = {}
+
+    def note_part(self, *, joint: tuple[Tensor, Tensor], **sums: Tensor) -> None:
+        """A piece of the current minibatch: sums add up, log-ratios of joint actions keep their extremes."""
+        low, high = joint
+        for name, value in sums.items():
+            self._open[name] = self._open[name] + value.detach() if name in self._open else value.detach()
+        self._open["low"] = torch.minimum(self._open.get("low", low), low)
+        self._open["high"] = torch.maximum(self._open.get("high", high), high)
+
+    def close(self, **values: Tensor) -> None:
+        """The minibatch is complete with these."""
+        self.minibatches.append({**self._open, **values})
+
+    def read(self, figures: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """These figures, and each of the minibatches' stacked, (minibatches, heads) or (minibatches, 1).
+
+        In float64 on the CPU. Host sync: once per update, for all of them.
+        """
+        rows = len(self.minibatches)
+        seen = {name: torch.stack([row[name] for row in self.minibatches]) for name in self.minibatches[0]}
+        everything = {**figures, **seen}
+        flat = torch.cat([tensor.double().flatten() for tensor in everything.values()]).cpu()
+        parts = dict(zip(everything, flat.split([t.numel() for t in everything.values()]), strict=True))
+        return {name: parts[name] for name in figures}, {name: parts[name].view(rows, -1) for name in seen}
+
+
+def summarise(lesson: Lesson, record: UpdateRecord, agent: "PPOAgent") -> PPOUpdateMetrics:
+    """The metrics of an update."""
+    round_figures, seen = record.read(_round_figures(lesson))
+    numbers = {name: float(value) for name, value in round_figures.items() if value.numel() == 1}
+    halted, finite = seen["halted"].bool().squeeze(1), seen["norm"].isfinite().squeeze(1)
+    taken = ~halted & finite
+    mean = {name: _mean(values, ~halted) for name, values in seen.items()}
+    counts = round_figures["head_counts"]
+    weight = counts / counts.sum().clamp(min=1)
+    return PPOUpdateMetrics(
+        policy_loss=float(mean["policy_loss"]),
+        value_loss=float(mean["value_loss"]),
+        entropy=float(mean["entropies"].mean()),
+        logit_spread=float(mean["spread"]),
+        approx_kl=float(seen["kl"][-1]),
+        max_kl=float(seen["kl"].max()),
+        head_kl_mean=float((mean["head_kl"] * weight).sum()),
+        clip_fraction=float((mean["clipped"] * weight).sum()),
+        joint_ratio_max=float(seen["high"].max().exp()),
+        joint_ratio_min=float(seen["low"].min().exp()),
+        pre_clip_grad_norm=float(seen["norm"].max()),
+        clip_factor=float(_mean(seen["factor"], finite)),
+        minibatches_taken=int(taken.sum()),
+        minibatches_not_finite=int((~finite).sum()),
+        epochs_run=record.epochs,
+        stopped_by_kl=_stopped(seen, agent),
+        heads=_head_metrics(lesson, mean, round_figures, record.heads),
+        rate=agent.config.rate_at(agent.progress),
+        entropy_coefficient=agent.config.entropy_at(agent.progress),
+        epsilon=lesson.buffer.epsilon,
+        steps=lesson.buffer.steps,
+        behaviour_gap=numbers["gap"],
+        advantage_mean=numbers["advantage_mean"],
+        advantage_std=numbers["advantage_std"],
+        advantage_floored=bool(numbers["floored"]),
+        advantage_mean_after=numbers["advantage_mean_after"],
+        advantage_std_after=numbers["advantage_std_after"],
+        return_mean=numbers["return_mean"],
+        return_std=numbers["return_std"],
+        value_mean=numbers["value_mean"],
+        explained_variance=numbers["explained_variance"],
+        forced_fraction=numbers["forced"],
+    )
+
+
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    """Over the chosen minibatches, or all where none is chosen."""
+    return values[chosen].mean(0) if bool(chosen.any()) else values.mean(0)
+
+
+def _stopped(seen: dict[str, Tensor], agent: "PPOAgent") -> bool:
+    target = agent.config.target_kl
+    return target is not None and bool((seen["kl"] > KL_STOP * target).any())
+
+
+def _head_metrics(
+    lesson: Lesson, mean: dict[str, Tensor], figures: dict[str, Tensor], heads: tuple[str, ...]
+) -> dict[str, HeadMetrics]:
+    shares = figures["head_counts"] / lesson.buffer.steps
+    result = {}
+    for place, name in enumerate(heads):
+        taught = bool(figures["head_counts"][place] > 0)
+        entropy, kl, clipped = (
+            float(mean[key][place]) if taught else None for key in ("entropies", "head_kl", "clipped")
+        )
+        result[name] = HeadMetrics(
+            entropy,
+            kl,
+            clipped,
+            float(mean["head_norms"][place]),
+            float(shares[place]),
+            bool(figures["uncentred"][place]),
+        )
+    return result
+
+
+def _round_figures(lesson: Lesson) -> dict[str, Tensor]:
+    """Figures of the round."""
+    valid = lesson.buffer.valid.flatten()
+    forced = valid & ~lesson.reference.decided.any(-1)
+    deciding = valid & ~forced
+    returns, values = lesson.returns, lesson.buffer.values.flatten()
+    return_mean, return_var = _moments(returns, valid)
+    _, left = _moments(returns - values, valid)
+    mean, var = _moments(lesson.advantages.by_head[0], deciding)
+    standardised, shares = lesson.standardised, _task_shares(lesson, deciding)
+    return {
+        "gap": lesson.reference.gap,
+        "advantage_mean": (shares * standardised.mean).sum(),
+        "advantage_std": (shares * standardised.std).sum(),
+        "floored": (standardised.floored & (shares > 0)).any(),
+        "advantage_mean_after": mean,
+        "advantage_std_after": var.sqrt(),
+        "return_mean": return_mean,
+        "return_std": return_var.sqrt(),
+        "value_mean": _moments(values, valid)[0],
+        "explained_variance": torch.where(return_var > 0, 1 - left / return_var, 0.0),
+        "forced": forced.sum() / valid.sum(),
+        "head_counts": (lesson.reference.decided & valid.unsqueeze(1)).sum(0),
+        "uncentred": lesson.advantages.uncentred,
+    }
+
+
+def _task_shares(lesson: Lesson, deciding: Tensor) -> Tensor:
+    """(tasks,): which share of the decisions each task has; a round need not hold all of them."""
+    tasks = lesson.buffer.tasks.repeat_interleave(lesson.buffer.capacity)
+    zeros = torch.zeros_like(lesson.standardised.mean)
+    return zeros.index_add(0, tasks, deciding.to(zeros.dtype)) / lesson.decisions
+
+
+def _moments(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the chosen entries."""
+    count = chosen.sum().clamp(min=1)
+    mean = values.where(chosen, 0.0).sum() / count
+    return mean, (values - mean).square().where(chosen, 0.0).sum() / count

@@ -1,0 +1,229 @@
+"""Actions composed of several masked choices.
+
+A table of heads says what an action consists of. Its first head always matters; whether another one does may depend on
+what the first chose (an op that needs no slot). Heads are drawn in order, and the mask of a head may depend on the
+choice of an earlier one, so the joint log-prob is exact. The growth controller's table is one instance, a Gymnasium
+space another.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from esper.leyline import BadValueError, HeadPreset, LifecycleOp, SlotConfig, UnknownNameError
+from esper.leyline.numbers import require_whole
+
+ILLEGAL = -1e30
+"""Logit and log-prob of what is not allowed: its probability is exactly 0, and 0 times it is 0. (Its square is not.)"""
+
+Masks = Mapping[str, Tensor]
+"""Head name → what is legal: (n, size), or (n, size of the head it depends on, size)."""
+
+HeadKind = Literal["linear", "pointer", "offer"]
+"""How a head is scored: by a linear layer, by pointing at slots, by comparing what is offered in the chosen slot."""
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+
+
+class EmptyMaskError(BadValueError):
+    """A mask that allows nothing."""
+
+
+class MaskedCategorical:
+    """A choice among what a mask allows: `(1−ε)·softmax(logits) + ε·uniform`, both over the legal choices only."""
+
+    def __init__(self, logits: Tensor, mask: Tensor, epsilon: float = 0.0, *, validate: bool = True) -> None:
+        """Logits and mask (…, choices), ε in [0, 1). With `validate` off nothing is read back from the device; an empty
+        mask is then up to the caller, who finds it in `counts`."""
+        if not 0 <= epsilon < 1:
+            raise BadValueError(f"epsilon {epsilon!r} is not in [0, 1): with 1 the logits would have no say")
+        if logits.shape != mask.shape:
+            raise BadValueError(f"logits of shape {tuple(logits.shape)} and a mask of shape {tuple(mask.shape)}")
+        self.mask = mask
+        self.counts = mask.sum(-1)
+        """Legal choices (…)."""
+        logits = logits.float()
+        if validate:
+            self._check(logits)
+        self.logits = logits.masked_fill(~mask, ILLEGAL)
+        log_probs = torch.log_softmax(self.logits, -1)
+        if epsilon:
+            uniform = math.log(epsilon) - self.counts.clamp(min=1).float().log().unsqueeze(-1)
+            mixed = torch.logaddexp(log_probs + math.log1p(-epsilon), uniform)
+            log_probs = mixed.masked_fill(~mask, ILLEGAL)
+        self.log_probs = log_probs
+
+    def _check(self, logits: Tensor) -> None:
+        if bool((self.counts == 0).any()):
+            where = (self.counts == 0).nonzero()[0].tolist()
+            raise EmptyMaskError(f"the mask at {where} allows none of {logits.shape[-1]} choices; allow at least one")
+        if not bool(logits.isfinite().all()):
+            where = (~logits.isfinite()).nonzero()[0].tolist()
+            raise BadValueError(f"the logit at {where} is not finite; look at the observation and at the weights")
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities, exactly 0 for what is not legal."""
+        return self.log_probs.exp()
+
+    def log_prob(self, choice: Tensor) -> Tensor:
+        """Of choices (…)."""
+        return self.log_probs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        """The choice for a uniform draw in [0, 1) each (…): the first whose cumulated probability passes it."""
+        probs = self.probs
+        # Sums that a GPU takes in parallel may differ behind a choice of probability 0: it is never reached, whatever
+        # the draw. The top always is, even by a draw that was rounded up to 1.
+        reached = probs.cumsum(-1).where(probs > 0, 0.0)
+        top = reached.amax(-1, keepdim=True)
+        passed = (reached > uniform.unsqueeze(-1) * top) | (reached == top)
+        return passed.to(torch.uint8).argmax(-1)
+
+    def mode(self) -> Tensor:
+        """The likeliest choice."""
+        return self.log_probs.argmax(-1)
+
+    def entropy(self) -> Tensor:
+        """Entropy over that of a uniform choice: in [0, 1], 0 with zero gradient where there is only one choice."""
+        raw = -(self.probs * self.log_probs).sum(-1)
+        several = self.counts > 1
+        return torch.where(several, raw / self.counts.clamp(min=2).float().log(), 0.0)
+
+    def spread(self) -> Tensor:
+        """Mean square of the legal logits about their mean: a penalty on it pulls a collapsed head back, and its pull
+        grows with the collapse, where that of an entropy vanishes."""
+        count = self.counts.clamp(min=1).float()
+        centre = self.logits.where(self.mask, 0.0).sum(-1) / count
+        gaps = (self.logits - centre.unsqueeze(-1)).where(self.mask, 0.0)
+        return gaps.square().sum(-1) / count
+
+
+@dataclass(frozen=True)
+class ActionHead:
+    """One factor of an action."""
+
+    name: str
+    size: int
+    kind: HeadKind = "linear"
+    matters: tuple[bool, ...] | None = None
+    """For which choices of the first head this one is used; None: for all."""
+    placeholder: int = 0
+    """Its value where it is not used."""
+    given: str | None = None
+    """The earlier head on whose choice its mask depends."""
+
+
+@dataclass(frozen=True)
+class ActionTable:
+    """The heads of an action in the order in which they are drawn."""
+
+    heads: tuple[ActionHead, ...]
+
+    def __post_init__(self) -> None:
+        if not self.heads:
+            raise BadValueError("an action table needs at least one head")
+        if len(set(self.names)) != len(self.heads):
+            raise BadValueError(f"head names must be unique, got {list(self.names)}")
+        if self.heads[0].matters is not None or self.heads[0].given is not None:
+            raise BadValueError(f"the first head, {self.heads[0].name!r}, always matters and depends on none")
+        for place, head in enumerate(self.heads):
+            self._check_head(head, self.heads[:place])
+
+    def _check_head(self, head: ActionHead, earlier: tuple[ActionHead, ...]) -> None:
+        require_whole(f"head {head.name!r}: size", head.size, 1)
+        require_whole(f"head {head.name!r}: placeholder", head.placeholder, 0)
+        if head.placeholder >= head.size:
+            raise BadValueError(f"head {head.name!r}: placeholder {head.placeholder} is none of {head.size} choices")
+        if head.kind not in HEAD_KINDS:
+            raise UnknownNameError(f"kind of head {head.name!r}", head.kind, HEAD_KINDS)
+        if head.kind == "offer" and all(other.kind != "pointer" for other in earlier):
+            raise BadValueError(f"head {head.name!r} compares offers of a slot; let a pointer head choose it first")
+        if head.matters is not None and len(head.matters) != self.heads[0].size:
+            raise BadValueError(
+                f"head {head.name!r} says for {len(head.matters)} of {self.heads[0].size} choices of "
+                f"{self.heads[0].name!r} whether it matters; say it for each"
+            )
+        if head.given is not None and head.given not in (names := [other.name for other in earlier]):
+            raise UnknownNameError(f"head before {head.name!r}", head.given, names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Head names in order."""
+        return tuple(head.name for head in self.heads)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def index(self, name: str) -> int:
+        """The position of a head."""
+        if name not in self.names:
+            raise UnknownNameError("head", name, self.names)
+        return self.names.index(name)
+
+    def mask_shape(self, head: ActionHead) -> tuple[int, ...]:
+        """Shape of one env's mask for a head."""
+        return (head.size,) if head.given is None else (self.heads[self.index(head.given)].size, head.size)
+
+    @cached_property
+    def relevance(self) -> Tensor:
+        """(choices of the first head, heads) bool: which heads each choice uses."""
+        columns = [(True,) * self.heads[0].size if head.matters is None else head.matters for head in self.heads]
+        return torch.tensor(columns).T.contiguous()
+
+    @cached_property
+    def everything_matters(self) -> bool:
+        """Whether no head ever keeps its placeholder."""
+        return bool(self.relevance.all())
+
+    def causal(self, actions: Tensor) -> Tensor:
+        """(…, heads) → (…, heads) bool: the heads that the executed action used; any device, any leading axes."""
+        if self.everything_matters:
+            return torch.ones_like(actions, dtype=torch.bool)
+        return self.relevance.to(actions.device)[actions[..., 0]]
+
+    def open_masks(self, n: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Masks for n envs that allow everything."""
+        return {
+            head.name: torch.ones((n, *self.mask_shape(head)), dtype=torch.bool, device=device) for head in self.heads
+        }
+
+    def check_masks(self, masks: Masks, n: int) -> None:
+        """Raise unless there is a bool mask of the right shape for each head."""
+        if set(masks) != set(self.names):
+            raise BadValueError(f"masks for heads {sorted(masks)}; the table has {list(self.names)}")
+        for head in self.heads:
+            mask, shape = masks[head.name], (n, *self.mask_shape(head))
+            if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+                raise BadValueError(
+                    f"mask of head {head.name!r} is {mask.dtype} of shape {tuple(mask.shape)}; "
+                    f"it must be torch.bool of shape {shape}"
+                )
+
+
+def growth_table(preset: HeadPreset, slots: SlotConfig) -> ActionTable:
+    """The head table of a preset for a task's slots. The slot's mask depends on the op, the blueprint's on the slot."""
+    kinds: dict[str, HeadKind] = {"slot": "pointer", "blueprint": "offer"}
+    given = {"slot": "op", "blueprint": "slot"}
+    return ActionTable(
+        tuple(
+            ActionHead(
+                head.name,
+                head.size(len(slots), len(slots.blueprint_names)),
+                kinds.get(head.name, "linear"),
+                None if head.name == "op" else tuple(op in head.ops for op in LifecycleOp),
+                head.placeholder,
+                given.get(head.name),
+            )
+            for head in preset.heads
+        )
+    )
+
+
+def discrete_table(sizes: Sequence[int]) -> ActionTable:
+    """Independent choices of these sizes, all of which always matter."""
+    return ActionTable(tuple(ActionHead(f"action{place}", size) for place, size in enumerate(sizes)))

@@ -1,0 +1,240 @@
+"""`learn` on Gymnasium environments: spaces, masks, truncation, evaluation, keeping and going on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from esper.leyline import BadValueError, CheckpointError
+from esper.simic.agent import Learned, NotFiniteError, PPOConfig, SpaceError, learn
+from esper.simic.agent.learning import Collector
+from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.vector import EnvBatch
+from esper.tamiyo import EmptyMaskError, NetworkConfig
+
+SMALL = PPOConfig(NetworkConfig(encoder=8, hidden=8, head=8), steps=8, epochs=2, minibatches=2)
+Made = Callable[[], gym.Env[Any, Any]]
+
+
+class Bandit(gym.Env[Any, Any]):
+    """One step, or as many as `length`; the reward is the number of the action (the sum of its components)."""
+
+    def __init__(
+        self,
+        actions: spaces.Space[Any] | None = None,
+        seen: spaces.Space[Any] | None = None,
+        mask: Any = None,
+        how: str = "info",
+        length: int = 1,
+        truncates: bool = False,
+        broken: str = "",
+    ) -> None:
+        self.action_space = actions if actions is not None else spaces.Discrete(3)
+        self.observation_space = seen if seen is not None else spaces.Box(-1, 1, (2,), np.float32)
+        self.mask, self.how, self.length, self.truncates, self.broken = mask, how, length, truncates, broken
+        self.taken: list[Any] = []
+        if how == "method":
+            self.action_masks = lambda: self.mask
+
+    def _see(self) -> Any:
+        if isinstance(self.observation_space, spaces.Discrete):
+            return self.observation_space.start + self.time % self.observation_space.n
+        value = np.full(self.observation_space.shape or (), 0.1 * self.time, np.float32)
+        return value * np.nan if self.broken == "observation" and self.time else value
+
+    def _info(self) -> dict[str, Any]:
+        return {"action_mask": self.mask} if self.how == "info" and self.mask is not None else {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._see(), self._info()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), action
+        self.taken.append(action)
+        self.time += 1
+        done = self.time >= self.length
+        reward = float("nan") if self.broken == "reward" else float(np.sum(action))
+        return self._see(), reward, done and not self.truncates, done and self.truncates, self._info()
+
+
+def collect(make: Made, config: PPOConfig = SMALL, n: int = 4) -> tuple[Collector, list[Bandit]]:
+    """A collector after one round, and its environments."""
+    envs = EnvBatch(make, n)
+    agent = PPOAgent(envs.codec.table, envs.codec.layout, config, total_updates=10)
+    collector = Collector(envs, agent, [])
+    envs.reset(0)
+    collector.collect()
+    return collector, [env for env in envs.envs if isinstance(env, Bandit)]
+
+
+# -- spaces and masks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Bandit(),
+        lambda: Bandit(spaces.Discrete(3, start=5)),
+        lambda: Bandit(spaces.MultiDiscrete(np.array([2, 3]))),
+        lambda: Bandit(spaces.MultiDiscrete(np.array([2, 3]), start=np.array([1, -1]))),
+        lambda: Bandit(seen=spaces.Discrete(4)),
+        lambda: Bandit(seen=spaces.Discrete(4, start=-2), length=5),
+        lambda: Bandit(seen=spaces.Box(-1, 1, (2, 3), np.float64), length=3),
+        lambda: Bandit(seen=spaces.Box(-1, 1, (), np.float32)),
+    ],
+)
+def test_learns_on_every_kind_of_space(make: Made) -> None:
+    """Actions that reach the environment lie in its space; offsets and shapes are kept."""
+    learned = learn(make, total_steps=64, n_envs=4, config=SMALL, progress=False)
+    assert len(learned.history) == 2
+    action, _ = learned.act(make().observation_space.sample())
+    assert make().action_space.contains(action)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Bandit(spaces.Box(-1, 1, (2,), np.float32)),
+        lambda: Bandit(spaces.MultiDiscrete(np.array([[2, 2]]))),
+        lambda: Bandit(seen=spaces.Dict({"a": spaces.Discrete(2)})),
+    ],
+)
+def test_refuses_other_spaces(make: Made) -> None:
+    with pytest.raises(SpaceError, match="allowed"):
+        learn(make, total_steps=64, config=SMALL, progress=False)
+
+
+def test_refuses_environments_that_differ() -> None:
+    sizes = iter([3, 3, 4, 4])
+    with pytest.raises(SpaceError, match="same spaces"):
+        learn(lambda: Bandit(spaces.Discrete(next(sizes))), total_steps=64, n_envs=4, config=SMALL, progress=False)
+
+
+@pytest.mark.parametrize("how", ["info", "method"])
+def test_masks_are_respected(how: str) -> None:
+    _, envs = collect(lambda: Bandit(mask=np.array([True, False, True]), how=how))
+    taken = [action for env in envs for action in env.taken]
+    assert set(taken) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "mask", [(np.array([1, 0]), np.array([0, 1, 1])), np.array([1, 0, 0, 1, 1]), [[1, 0], [0, 1, 1]]]
+)
+def test_masks_of_components(mask: Any) -> None:
+    """One array per component, or all of them in one."""
+    _, envs = collect(lambda: Bandit(spaces.MultiDiscrete(np.array([2, 3])), mask=mask))
+    taken = np.array([action for env in envs for action in env.taken])
+    assert set(taken[:, 0]) == {0}
+    assert set(taken[:, 1]) == {1, 2}
+
+
+def test_an_empty_mask_names_env_and_head() -> None:
+    with pytest.raises(EmptyMaskError, match=r"action0.*env 0"):
+        collect(lambda: Bandit(mask=np.zeros(3, bool)))
+
+
+def test_a_mask_of_the_wrong_size() -> None:
+    with pytest.raises(SpaceError, match="mask of 2 entries"):
+        collect(lambda: Bandit(mask=np.ones(2, bool)))
+
+
+# -- episodes ---------------------------------------------------------------------------------------------------------
+
+
+def test_termination_has_no_bootstrap_and_truncation_has_one() -> None:
+    """Requirement 11: the bootstrap is the value of the observation that the episode was cut off with."""
+    for truncates in (False, True):
+        collector, _ = collect(lambda: Bandit(length=3, truncates=truncates))  # noqa: B023
+        buffer = collector.buffer
+        assert buffer.ends[:, :7].tolist() == [[False, False, True, False, False, True, False]] * 4
+        assert bool((buffer.bootstraps[:, 2] != 0).all()) == truncates
+        assert bool((buffer.bootstraps[:, [0, 1, 3, 4]] == 0).all())
+        assert bool((buffer.bootstraps[:, 7] != 0).all()), "the round is cut inside an episode"
+
+
+def test_the_bootstrap_sees_the_last_observation_with_the_carried_memory() -> None:
+    """Requirement 11, by hand: one more step of the network from the memory after the last action."""
+    collector, _ = collect(lambda: Bandit(length=4, truncates=True))
+    agent, buffer = collector.agent, collector.buffer
+    network, memory = agent.network, agent.network.initial_memory(4)
+    with torch.no_grad():
+        for step in range(4):
+            _, memory = network.step(network.encode(buffer.observations[:, step]).trunk, memory)
+        last = torch.full((4, 2), 0.4)  # time 4
+        encoded = network.encode(last)  # statistics still are mean 0, deviation 1
+        core, _ = network.step(encoded.trunk, memory)
+        expected = agent.values_of(network.value(core, encoded), buffer.tasks)
+    torch.testing.assert_close(buffer.bootstraps[:, 3], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_is_empty_after_an_episode() -> None:
+    collector, _ = collect(lambda: Bandit(length=8))
+    assert all(float(part.abs().max()) == 0 for part in collector.memory)
+    collector, _ = collect(lambda: Bandit(length=9))
+    assert all(float(part.abs().max()) > 0 for part in collector.memory)
+
+
+def test_statistics_take_in_each_round_once_and_freeze() -> None:
+    """Requirement 5: once per round, before the update, until the share of the run that was set."""
+    collector, _ = collect(lambda: Bandit(length=4), replace(SMALL, freeze_after=0.2))
+    agent = collector.agent
+    assert agent.observations.statistics.count.tolist() == [32, 32]
+    for _ in range(2):
+        agent.update(collector.buffer)
+        collector.collect()
+    assert agent.progress == 0.2
+    assert agent.observations.statistics.count.tolist() == [64, 64], "the third round found them frozen"
+
+
+@pytest.mark.parametrize("broken", ["reward", "observation"])
+def test_what_is_not_finite_is_named(broken: str) -> None:
+    with pytest.raises(NotFiniteError, match=r"env"):
+        collect(lambda: Bandit(length=4, broken=broken))
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_finds_the_best_arm_with_the_same_result_every_time() -> None:
+    config = replace(SMALL, steps=16, epochs=6, rate=1e-2)
+    first, second = (learn(Bandit, total_steps=2048, n_envs=4, config=config, progress=False) for _ in range(2))
+    assert first.evaluate(5, seed=1) == [2.0] * 5
+    assert [m.approx_kl for m in first.history] == [m.approx_kl for m in second.history]
+    assert first.returns == second.returns
+
+
+def test_evaluation_follows_from_seed_and_number() -> None:
+    """Not from how many episodes run at once, nor from the agent's own stream."""
+    learned = learn(lambda: Bandit(length=3), total_steps=64, n_envs=4, config=SMALL, progress=False)
+    sampled = learned.evaluate(20, seed=3, greedy=False)
+    assert sampled == learned.evaluate(20, seed=3, greedy=False)
+    assert sampled[:5] == learned.evaluate(5, seed=3, greedy=False)
+    assert len(set(sampled)) > 1
+
+
+def test_comes_back_from_disk(tmp_path: Path) -> None:
+    learned = learn(Bandit, total_steps=64, n_envs=4, config=SMALL, progress=False)
+    learned.save(tmp_path / "policy")
+    again = Learned.load(tmp_path / "policy", Bandit)
+    assert again.evaluate(5, seed=1, greedy=False) == learned.evaluate(5, seed=1, greedy=False)
+    with pytest.raises(BadValueError, match="make_env"):
+        Learned.load(tmp_path / "policy").evaluate(1, seed=0)
+    with pytest.raises(SpaceError):
+        Learned.load(tmp_path / "policy", lambda: Bandit(spaces.Discrete(7)))
+    (tmp_path / "policy" / "agent.json").unlink()
+    with pytest.raises(CheckpointError):
+        Learned.load(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("wrong", [{"total_steps": 3}, {"total_steps": 64, "n_envs": 0}])
+def test_refuses_runs_shorter_than_a_round(wrong: dict[str, int]) -> None:
+    with pytest.raises(BadValueError):
+        learn(Bandit, config=SMALL, progress=False, **wrong)

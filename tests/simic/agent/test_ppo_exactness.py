@@ -1,0 +1,238 @@
+"""The update computes what it says, however the round is cut."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from rounds import (
+    LAYOUT,
+    TABLES,
+    collect,
+    gap,
+    make_agent,
+    mean_of,
+    small,
+    weights_of,
+    withheld,
+)
+from torch import Tensor
+
+from esper.simic.agent import BehaviourGapError, PPOAgent, TamiyoRolloutBuffer, losses
+from esper.simic.agent.rollout import Batch, Sequences
+from esper.tamiyo import ActionTable
+
+WIDE = 1e9
+"""A clip norm that clips nothing."""
+KINDS = tuple(TABLES)
+ATTENTIVE: dict[str, Any] = {"clip_norm": WIDE, "target_kl": None}
+
+
+@pytest.fixture
+def ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """All ratios (steps, heads) that updates compute, in order."""
+    seen: list[Tensor] = []
+    compute = losses.ratios
+
+    def watched(log_probs: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        ratio, log_ratio = compute(log_probs, old)
+        seen.append(ratio.detach().clone())
+        return ratio, log_ratio
+
+    monkeypatch.setattr(losses, "ratios", watched)
+    return seen
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Batch]]:
+    """Rows and batch of everything that buffers hand out, in order."""
+    seen: list[tuple[list[int], Batch]] = []
+    cut = TamiyoRolloutBuffer.batch
+
+    def watched(self: TamiyoRolloutBuffer, sequences: Sequences, rows: Sequence[int]) -> Batch:
+        seen.append((list(rows), cut(self, sequences, rows)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(TamiyoRolloutBuffer, "batch", watched)
+    return seen
+
+
+def round_of(kind: str, **changes: Any) -> tuple[PPOAgent, TamiyoRolloutBuffer]:  # Any: fields of PPOConfig
+    """An agent that has learnt a little, and its next round."""
+    agent = make_agent(kind, **changes)
+    agent.update(collect(agent, seed=1))
+    return agent, collect(agent, seed=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_that_were_collected(kind: str) -> None:
+    """Requirement 92: all heads, in rows of unequal length that end and begin anew in the middle."""
+    agent, buffer = round_of(kind)
+    inner = buffer.ends & (torch.arange(buffer.capacity) < buffer.lengths.unsqueeze(1) - 1)
+    assert int(inner.sum()) > 5
+    assert buffer.epsilon > 0
+    assert agent.update(buffer).behaviour_gap <= 1e-5
+
+
+def test_the_gap_shows_a_reset_that_was_not_there() -> None:
+    """Requirement 92: were sequences not cut where memories were emptied, the gap would tell."""
+    agent, buffer = round_of("core")
+    buffer.ends[:] = False
+    with pytest.raises(BehaviourGapError):
+        agent.update(buffer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_ratios_are_exactly_one(kind: str, ratios: list[Tensor]) -> None:
+    """Requirement 4: old log-probs come from the weights before the update; only its own steps change ratios."""
+    agent, buffer = round_of(kind, epochs=3, rate=0.01, target_kl=None)
+    ratios.clear()
+    agent.update(buffer)
+    assert len(ratios) == 3 * 4
+    assert bool((ratios[0] == 1).all())
+    assert all(float((ratio - 1).abs().max()) > 1e-3 for ratio in ratios[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ratios_stay_one_while_the_step_is_withheld(kind: str, ratios: list[Tensor]) -> None:
+    """Requirement 4: on every minibatch of every epoch, whatever the rows it is made of."""
+    agent, buffer = round_of(kind, epochs=3)
+    ratios.clear()
+    with withheld(agent):
+        agent.update(buffer)
+    assert len(ratios) == 3 * 4
+    assert all(bool((ratio == 1).all()) for ratio in ratios[:4])
+    assert max(float((ratio - 1).abs().max()) for ratio in ratios) <= 1e-5
+
+
+def test_every_row_is_seen_once_per_epoch_and_in_order(batches: list[tuple[list[int], Batch]]) -> None:
+    """Requirement 3: rows are shuffled over minibatches, steps inside a sequence are not."""
+    agent, buffer = round_of("core", minibatches=3)
+    batches.clear()
+    agent.update(buffer)
+    epochs = [batches[place : place + 3] for place in range(0, len(batches), 3)]
+    assert len(epochs) == agent.config.epochs
+    for epoch in epochs:
+        assert sorted(row for rows, _ in epoch for row in rows) == list(range(buffer.n_envs))
+        cells = torch.cat([batch.cells for _, batch in epoch])
+        assert sorted(cells.tolist()) == buffer.valid.flatten().nonzero().squeeze(1).tolist()
+        for rows, batch in epoch:
+            in_row = [batch.cells[batch.cells // buffer.capacity == row] for row in rows]
+            for cells in in_row:
+                ends = buffer.ends.flatten()[cells.sort().values]
+                segment = torch.cat([torch.zeros(1, dtype=torch.long), ends.cumsum(0)[:-1]])[cells.argsort().argsort()]
+                assert all(bool((cells[segment == part].diff() == 1).all()) for part in segment.unique())
+    assert len({str([rows for rows, _ in epoch]) for epoch in epochs}) == len(epochs)
+
+
+def gradients_when_cut(kind: str, minibatches: int, pieces: int) -> dict[str, Tensor]:
+    """Mean over the minibatches of an epoch, no step taken."""
+    agent = make_agent(kind, epochs=1, minibatches=minibatches, pieces=pieces, **ATTENTIVE)
+    with withheld(agent) as seen:
+        agent.update(collect(agent, seed=3))
+    assert len(seen) == minibatches
+    return mean_of(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("minibatches", "pieces"), [(4, 1), (3, 1), (1, 4), (1, 8), (2, 3)])
+def test_gradients_do_not_depend_on_how_a_round_is_cut(kind: str, minibatches: int, pieces: int) -> None:
+    """Requirements 3 and 78: the mean over minibatches, or the sum over pieces, is the gradient of the whole round."""
+    whole = gradients_when_cut(kind, 1, 1)
+    assert max(float(gradient.abs().max()) for gradient in whole.values()) > 0.1
+    assert gap(whole, gradients_when_cut(kind, minibatches, pieces)) <= 1e-5
+
+
+def test_an_update_in_pieces_is_the_same_update() -> None:
+    """Requirement 78: steps included."""
+    agents = [make_agent("full", pieces=pieces) for pieces in (1, 2)]
+    for agent in agents:
+        agent.update(collect(agent, seed=3))
+    assert gap(*(weights_of(agent) for agent in agents)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cells_without_a_step_may_hold_anything(kind: str) -> None:
+    """Requirement 56: padding enters no loss, no statistic and no metric."""
+    plain, soiled = (round_of(kind) for _ in range(2))
+    buffer = soiled[1]
+    unused = ~buffer.valid
+    assert int(unused.sum()) > 5
+    for part in (buffer.observations, buffer.log_probs, buffer.values, buffer.rewards, buffer.bootstraps):
+        part[unused] = float("nan")
+    buffer.actions[unused] = 10**6
+    buffer.ends[unused] = True
+    for mask in buffer.masks.values():
+        mask[unused] = False
+    metrics = [agent.update(given) for agent, given in (plain, soiled)]
+    assert metrics[0] == metrics[1]
+    assert gap(weights_of(plain[0]), weights_of(soiled[0])) == 0
+    assert torch.equal(plain[0].returns.statistics.mean, soiled[0].returns.statistics.mean)
+
+
+def test_rows_without_a_step_are_left_out() -> None:
+    """More minibatches than rows that hold anything."""
+    agent = make_agent("core")
+    buffer = collect(agent, n_envs=6)
+    for env in (1, 2, 4, 5):
+        buffer._lengths[env] = 0
+        buffer.lengths[env] = 0
+    metrics = agent.update(buffer)
+    assert metrics.minibatches_taken == 2 * agent.config.epochs
+    assert metrics.steps == buffer._lengths[0] + buffer._lengths[3]
+
+
+def test_equal_seeds_and_rounds_give_equal_agents() -> None:
+    """Bit for bit; and the seed matters."""
+
+    def trained(seed: int) -> dict[str, Tensor]:
+        agent = make_agent("full", seed=seed)
+        for number in range(2):
+            agent.update(collect(agent, seed=number))
+        return weights_of(agent)
+
+    assert gap(trained(5), trained(5)) == 0
+    assert gap(trained(5), trained(6)) > 1e-3
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")  # torch's own, in passing
+def test_the_compiled_update_is_the_eager_one() -> None:
+    """Requirements 45 and 73: the same log-probs, ratios and weights; no recompilation as shapes and ε change."""
+    eager, compiled = make_agent("core"), make_agent("core", compile="default")
+    for number in range(3):
+        first = eager.update(collect(eager, seed=number))
+        before = recompilations()
+        second = compiled.update(collect(compiled, seed=number))
+        assert compiled.compile_mode == "default"
+        assert second.behaviour_gap <= 1e-5
+        assert second.approx_kl == pytest.approx(first.approx_kl, abs=1e-5)
+    assert recompilations() == before
+    assert gap(weights_of(eager), weights_of(compiled)) <= 1e-4
+
+
+def recompilations() -> int:
+    """Frames that dynamo has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")
+@pytest.mark.parametrize("part", ["encode", "decide"])
+def test_graph_breaks(part: str) -> None:
+    """Requirements 45 and 75: what is compiled is one graph, with no read of the device in it."""
+    table, layout = TABLES["full"]
+    agent = PPOAgent(ActionTable(table.heads), layout, small(compile="default"))
+    network, masks = agent.network, agent.table.open_masks(3)
+    observations, core = torch.randn(3, LAYOUT.size), torch.randn(3, small().network.hidden)
+    encoded, actions = network.encode(observations), torch.zeros((3, len(agent.table)), dtype=torch.long)
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: network.encode(observations),
+        "decide": lambda: network.decide(core, encoded, masks, 0.05, actions=actions),
+    }
+    found = torch._dynamo.explain(calls[part])()
+    print(f"{part}: {found.graph_count} graphs, {found.graph_break_count} breaks")
+    assert (found.graph_count, found.graph_break_count) == (1, 0)

@@ -1,0 +1,169 @@
+"""The weights of the policy's network: how they begin, and that all of them matter."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tamiyo.policies import NAMES, SHARP, SMALL, build, decide, layout, random_masks, slots
+from torch import nn
+
+from esper.leyline import BadValueError, LifecycleOp, head_preset
+from esper.tamiyo import (
+    ActionHead,
+    ActionTable,
+    FactoredRecurrentActorCritic,
+    NetworkConfig,
+    discrete_table,
+    growth_table,
+    vector_layout,
+)
+from esper.tamiyo.network import FORGET_BIAS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_policy_is_nearly_uniform(name: str) -> None:
+    """Requirement 66: in every head, over what is legal; the scale of the heads is a setting."""
+    network = build(name, NetworkConfig())
+    masks, flat = random_masks(network.table, 256), torch.randn(256, network.layout.size)
+    found = decide(network, flat, masks, uniform=torch.rand(256, len(network.table)))
+    assert found.entropies[found.decided].min() > 0.95
+    sharp = build(name, NetworkConfig(head_gain=30.0))
+    found = decide(sharp, flat, masks, actions=found.actions)
+    assert found.entropies[found.decided].mean() < 0.95
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_weight_learns(name: str) -> None:
+    """Requirement 66: the LSTM's as all others, from log-probs and values of random steps; none is idle."""
+    network = build(name, SHARP)
+    table = network.table
+    encoded = network.encode(torch.randn(512, network.layout.size))
+    core, _ = network.step(encoded.trunk, (torch.randn(512, 16), torch.randn(512, 16)))
+    found = network.decide(core, encoded, table.open_masks(512), 0.3, uniform=torch.rand(512, len(table)))
+    ((found.log_probs + network.value(core, encoded).unsqueeze(1)) * torch.randn(512, 1)).sum().backward()
+    # Of a single slot there is nothing to choose: what points at slots waits for a host with more.
+    single = network.layout.slots == 1
+    idle = {"slot_attention.weight", "heads.slot.weight", "heads.slot.bias"} if single else set()
+    for part, weight in network.named_parameters():
+        assert weight.grad is not None, part
+        assert (weight.grad.abs().max() > 1e-2) == (part not in idle), part  # rounding alone gives up to 1e-5
+        if part.startswith("told.") and not single:
+            # After WAIT there is nobody to tell.
+            silent = [LifecycleOp.WAIT] if part == "told.op.weight" else []
+            assert (weight.grad.abs().amax(1) < 1e-3).nonzero().flatten().tolist() == silent
+
+
+def test_the_last_choice_is_told_to_nobody() -> None:
+    """No weights are kept for it, whatever its kind."""
+    table = ActionTable((ActionHead("op", 2), ActionHead("slot", 3, "pointer", given="op")))
+    names = FactoredRecurrentActorCritic(table, layout(3), SMALL).state_dict()
+    assert [name for name in names if "told" in name] == ["told.op.weight"]
+
+
+def test_heads_begin_small_and_what_they_read_does_not() -> None:
+    """Requirement 66: only the layer that makes the logits is scaled down; offers are seen from the first step on."""
+    network = build("core3", replace(SMALL, head_gain=0.01))
+    weights = dict(network.named_parameters())
+    assert weights["heads.blueprint.score.weight"].norm().item() == pytest.approx(0.01, rel=1e-4)
+    # Orthogonal columns of length √2 each; there are two.
+    assert weights["heads.blueprint.columns.weight"].norm().item() == pytest.approx(
+        math.sqrt(2) * math.sqrt(2), rel=1e-4
+    )
+
+
+def test_forget_gates_begin_open() -> None:
+    """Requirement 29: the second of torch's four slices, over both biases together; all others begin at 0."""
+    lstm = build("vector").lstm
+    total = torch.as_tensor(lstm.bias_ih_l0) + torch.as_tensor(lstm.bias_hh_l0)
+    assert total.tolist() == [0.0] * 16 + [FORGET_BIAS] * 16 + [0.0] * 32
+    assert FORGET_BIAS == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_norm_before_the_memory(name: str) -> None:
+    """Requirements 27 and 86: a LayerNorm at the end of the trunk and nowhere else; its output has one scale."""
+    network = build(name, replace(SMALL, encoder_layers=2))
+    norms = [part for part, module in network.named_modules() if "norm" in type(module).__name__.lower()]
+    assert norms == ["trunk.4"]
+    for scale in (0.3, 1.0, 100.0):
+        trunk = network.encode(scale * torch.randn(64, network.layout.size)).trunk
+        assert trunk.mean(-1).abs().max() < 1e-4
+        assert (trunk.std(-1, correction=0) - 1).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NetworkConfig(hidden=16),
+        NetworkConfig(encoder=16),
+        NetworkConfig(encoder_layers=3),
+        NetworkConfig(4, 1, 4, 4),
+        NetworkConfig(encoder=8, hidden=32, head=12),
+    ],
+)
+def test_widths_and_depth_are_settings(config: NetworkConfig) -> None:
+    """Requirement 67: every part takes them."""
+    network = build("full3", config)
+    found = decide(network, torch.randn(4, network.layout.size), uniform=torch.rand(4, 8))
+    assert found.log_probs.isfinite().all()
+    assert network.lstm.hidden_size == config.hidden
+    assert len([part for part in network.trunk if isinstance(part, nn.Linear)]) == config.encoder_layers
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("encoder", 3),
+        ("hidden", 0),
+        ("head", 3),
+        ("head", 16.0),
+        ("encoder_layers", 0),
+        ("head_gain", 0.0),
+        ("head_gain", math.inf),
+        ("first_bias", (0.0, math.nan)),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(field: str, value: object) -> None:
+    """Requirement 67: below the least width nothing could be learnt."""
+    with pytest.raises(BadValueError, match=field):
+        NetworkConfig(**{field: value})  # type: ignore[arg-type]  # the point of the test
+
+
+def test_first_bias() -> None:
+    """2.5 on WAIT: odds of e^2.5 = 12.2 to each of five other ops, so a chance of 12.2 / 17.2 = 0.709."""
+    network = build("core3", replace(SMALL, first_bias=(2.5, 0, 0, 0, 0, 0)))
+    wait = torch.zeros(64, 3, dtype=torch.long)
+    found = decide(network, torch.randn(64, network.layout.size), actions=wait)
+    assert found.log_probs[:, 0].exp().mean().item() == pytest.approx(0.709, abs=0.01)
+
+
+def test_tables_and_layouts_must_fit() -> None:
+    """At construction: slots, blueprints, and the bias of the first head."""
+    core = growth_table(head_preset("core"), slots(3))
+    with pytest.raises(BadValueError, match="'slot' points at 3 slots; the layout has 2"):
+        FactoredRecurrentActorCritic(core, layout(2))
+    with pytest.raises(BadValueError, match="'blueprint' compares 3 blueprints; the layout has 4"):
+        FactoredRecurrentActorCritic(core, replace(layout(3), blueprints=4))
+    with pytest.raises(BadValueError, match="2 entries for the 3 choices of head 'action0'"):
+        FactoredRecurrentActorCritic(discrete_table((3,)), vector_layout(2), NetworkConfig(first_bias=(0.0, 1.0)))
+    pointer = ActionTable((ActionHead("slot", 3, "pointer"),))
+    with pytest.raises(BadValueError, match="which is pointer"):
+        FactoredRecurrentActorCritic(pointer, layout(3), NetworkConfig(first_bias=(0.0, 1.0, 0.0)))
+
+
+def test_weights_follow_from_the_seed() -> None:
+    """Invariant 13: equal under the same seed, different under another."""
+    networks = []
+    for rng_seed in (1, 1, 2):
+        torch.manual_seed(rng_seed)
+        networks.append(build("full3").state_dict())
+    first, again, other = networks
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["actor.weight"], other["actor.weight"])
+
+
+def test_nothing_but_weights_is_saved() -> None:
+    """The table's relevance comes with the table; it is no part of a checkpoint."""
+    network = build("core3")
+    assert set(network.state_dict()) == {name for name, _ in network.named_parameters()}
