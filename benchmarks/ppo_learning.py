@@ -53,7 +53,7 @@ TRIALS: dict[str, Trial] = {
         475.0,
         450.0,
     ),
-    "recall": Trial(Recall, 60_000, replace(SHORT, steps=66), 0.95),
+    "recall": Trial(Recall, 100_000, replace(SHORT, steps=66, rate_end=0.1, clip_end=0.5), 0.95),
     "delayed": Trial(DelayedPay, 40_000, replace(SHORT, steps=78), 0.95),
     "factored": Trial(FactoredChoice, 20_000, replace(SHORT, steps=32, rate=3e-3, entropy=0.02), 0.99),
 }  # fmt: skip

@@ -6,7 +6,6 @@ choice of an earlier one, so the joint log-prob is exact. The growth controller'
 space another.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,9 +51,9 @@ class MaskedCategorical:
         self.logits = logits.masked_fill(~mask, ILLEGAL)
         log_probs = torch.log_softmax(self.logits, -1)
         if epsilon:
-            uniform = math.log(epsilon) - self.counts.clamp(min=1).float().log().unsqueeze(-1)
-            mixed = torch.logaddexp(log_probs + math.log1p(-epsilon), uniform)
-            log_probs = mixed.masked_fill(~mask, ILLEGAL)
+            # Plain arithmetic in ε: a compiled policy need not be compiled again when it changes.
+            share = epsilon / self.counts.clamp(min=1).unsqueeze(-1)
+            log_probs = (log_probs.exp() * (1 - epsilon) + share).log().masked_fill(~mask, ILLEGAL)
         self.log_probs = log_probs
 
     def _check(self, logits: Tensor) -> None:

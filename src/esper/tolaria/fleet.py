@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper.kasmina import LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
+from esper.kasmina.compare import RowScore
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM
 from esper.leyline import (
     ACTIVE_STAGES,
@@ -29,7 +30,7 @@ from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic
 from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
-from esper.tolaria.measure import FleetComparison, measure
+from esper.tolaria.measure import FleetComparison, measure, measure_committed
 from esper.tolaria.needs import PassNeeds, default_budget
 from esper.tolaria.passes import PassResult, StackedHost
 from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
@@ -235,10 +236,19 @@ class HostFleet(Lifecycles):
     def validate(self) -> FleetComparison:
         """Main rows, auditions and contributions on the validation set; noted in the seeds' states."""
         with memory_guard(self, "validating"):
-            if self._needs is None:
-                inputs = self.batches.calibration(self.task.calibration_size)
-                self._needs = PassNeeds(self, self.batches.validation(), inputs)
-            return measure(self, self._needs)
+            return measure(self, self._pass_needs())
+
+    def validate_committed(self, *, final: bool = False) -> list[RowScore]:
+        """Every host with its fossils alone, as it will be hardened. `final` reads the test images instead."""
+        with memory_guard(self, "validating"):
+            needs = self._pass_needs()
+            return measure_committed(self, needs, self.batches.test() if final else needs.samples)
+
+    def _pass_needs(self) -> PassNeeds:
+        if self._needs is None:
+            inputs = self.batches.calibration(self.task.calibration_size)
+            self._needs = PassNeeds(self, self.batches.validation(), inputs)
+        return self._needs
 
     def govern(self, found: FleetComparison) -> list[Panic]:
         """After validation: send envs in trouble back to their snapshots, then remember all as they are."""

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from esper.kasmina import lifecycle
 from esper.kasmina.compare import Difference, RowScore, paired_accuracy, paired_loss
 from esper.leyline import SeedStage
+from esper.tolaria.batches import Samples
 from esper.tolaria.needs import PassNeeds
-from esper.tolaria.planning import deployed_rows, eval_rows
+from esper.tolaria.planning import committed_rows, deployed_rows, eval_rows
 from esper.tolaria.scoring import score_rows
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ def measure(fleet: "HostFleet", needs: PassNeeds) -> FleetComparison:
         for (env, slot_id), row in zip(whose, extras, strict=True):
             _note(fleet, found, env, slot_id, row)
     return found._replace(main=found.main[: fleet.n], deployed=found.deployed[: fleet.n])
+
+
+def measure_committed(fleet: "HostFleet", needs: PassNeeds, samples: Samples) -> list[RowScore]:
+    """Every host as it will be hardened, with its fossils alone, calibrated, on these inputs."""
+    _ = fleet.plan  # settles the banks
+    found: list[RowScore] = []
+    for part in needs.divide(range(len(fleet.host.weights)), fleet.validation_bytes):
+        rows = committed_rows(fleet, part.envs)
+        found += score_rows(fleet, rows, samples, needs.calibration, chunk=part.chunk)
+    return found[: fleet.n]
 
 
 def _note(fleet: "HostFleet", found: FleetComparison, env: int, slot_id: str, row: RowScore) -> None:

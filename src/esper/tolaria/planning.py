@@ -1,6 +1,6 @@
 """From the structure of a fleet to the rows of its passes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +72,22 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
     return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
 
 
+def committed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
+    """Rows of these envs with only their fossils in them: what remains when they are hardened."""
+    number = {env: row for row, env in enumerate(envs)}
+    acts: dict[int, list[Act]] = {}
+    for (slot_id, _), bank in fleet.banks.items():
+        entries = [
+            (number[env], env)
+            for env in envs
+            if env < fleet.n and _acts_here(fleet.states[env][slot_id], bank, (SeedStage.FOSSILIZED,))
+        ]
+        if entries:
+            act = _act(bank, entries, bank.strength, max(len(entries), LEAST_ROWS), detached=True)
+            acts.setdefault(fleet.places[slot_id], []).append(act)
+    return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
+
+
 def find_extras(fleet: "HostFleet") -> list[Extra]:
     """The rows that can be compared with main rows: every seed that trains or acts, by env and slot."""
     return [
@@ -91,8 +107,8 @@ def _acting(fleet: "HostFleet", slot_id: str, bank: Bank, number: Mapping[int, i
     ]
 
 
-def _acts_here(state: SeedState, bank: Bank) -> bool:
-    return state.blueprint == bank.blueprint and state.stage in ACTIVE_STAGES
+def _acts_here(state: SeedState, bank: Bank, stages: Container[SeedStage] = ACTIVE_STAGES) -> bool:
+    return state.blueprint == bank.blueprint and state.stage in stages
 
 
 def _acts(

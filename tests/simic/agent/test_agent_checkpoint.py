@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import pickle
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,9 +33,9 @@ class Note:
     text: str
 
 
-def trained(kind: str = "core", **changes: Any) -> PPOAgent:  # Any: fields of PPOConfig
+def trained(kind: str = "core") -> PPOAgent:
     """An agent behind two updates, with statistics of observations."""
-    agent = make_agent(kind, seed=4, tasks=2, **changes)
+    agent = make_agent(kind, seed=4, tasks=2, epochs=2, minibatches=2)
     tasks = torch.tensor([0, 1] * 4)
     for seed in range(2):
         agent.observations.update(torch.randn(16, agent.layout.size) * 3 + 1)
@@ -42,11 +43,18 @@ def trained(kind: str = "core", **changes: Any) -> PPOAgent:  # Any: fields of P
     return agent
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an agent, not to be changed."""
+    folder = tmp_path_factory.mktemp("template") / "agent"
+    save_agent(trained(), folder)
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(template: Path, tmp_path: Path) -> Path:
     """A folder with an agent."""
-    save_agent(trained(), tmp_path / "agent")
-    return tmp_path / "agent"
+    return Path(shutil.copytree(template, tmp_path / "agent"))
 
 
 def same(first: Tensors, second: Tensors) -> bool:
@@ -142,7 +150,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, in passing
 def test_a_compiled_agent_is_saved_and_loaded(quick_compiler: list[str], tmp_path: Path) -> None:
     """Requirements 49 and 51: weights have the names of the network; the mode is kept, and can be overridden."""
-    agent = make_agent("vector", compile="max-autotune-no-cudagraphs")
+    agent = make_agent("vector", compile="max-autotune-no-cudagraphs", epochs=1, minibatches=1)
     agent.update(collect(agent))
     save_agent(agent, tmp_path / "agent")
     assert set(read_stored(tmp_path / "agent", AGENT)[1]) == set(agent_tensors(agent))

@@ -234,7 +234,7 @@ def test_comes_back_from_disk(tmp_path: Path) -> None:
         Learned.load(tmp_path / "policy")
 
 
-@pytest.mark.parametrize("wrong", [{"total_steps": 3}, {"total_steps": 64, "n_envs": 0}])
-def test_refuses_runs_shorter_than_a_round(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(("total_steps", "n_envs"), [(3, 8), (64, 0)])
+def test_refuses_runs_shorter_than_a_round(total_steps: int, n_envs: int) -> None:
     with pytest.raises(BadValueError):
-        learn(Bandit, config=SMALL, progress=False, **wrong)
+        learn(Bandit, config=SMALL, progress=False, total_steps=total_steps, n_envs=n_envs)

@@ -182,7 +182,7 @@ def test_masked_sum_by_hand() -> None:
 
 def test_masked_sum_counts() -> None:
     """Of something that is true or not."""
-    assert float(masked_sum(torch.tensor([True, True, False]), torch.tensor([True, False, True]))) == 1.0
+    assert float(masked_sum(torch.tensor([True, True, False, True]), torch.tensor([True, False, True, True]))) == 2.0
 
 
 def test_hidden_steps_get_no_gradient() -> None:

@@ -1,6 +1,7 @@
 """The update computes what it says, however the round is cut."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -125,6 +126,7 @@ def test_every_row_is_seen_once_per_epoch_and_in_order(batches: list[tuple[list[
     assert len({str([rows for rows, _ in epoch]) for epoch in epochs}) == len(epochs)
 
 
+@cache
 def gradients_when_cut(kind: str, minibatches: int, pieces: int) -> dict[str, Tensor]:
     """Mean over the minibatches of an epoch, no step taken."""
     agent = make_agent(kind, epochs=1, minibatches=minibatches, pieces=pieces, **ATTENTIVE)
@@ -186,7 +188,7 @@ def test_equal_seeds_and_rounds_give_equal_agents() -> None:
     """Bit for bit; and the seed matters."""
 
     def trained(seed: int) -> dict[str, Tensor]:
-        agent = make_agent("full", seed=seed)
+        agent = make_agent("core", seed=seed)
         for number in range(2):
             agent.update(collect(agent, seed=number))
         return weights_of(agent)

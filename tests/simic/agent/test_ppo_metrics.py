@@ -6,7 +6,7 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from rounds import Operations, collect, make_agent, only
+from rounds import Operations, collect, make_agent, only, withheld
 from torch import Tensor
 
 from esper.leyline import LifecycleOp
@@ -158,3 +158,19 @@ def test_coefficients_are_plain_numbers() -> None:
         found = [config.entropy_at(progress), config.rate_at(progress), config.clip_at(progress), agent.epsilon]
     assert operations.seen == []
     assert [type(value) for value in found] == [float] * 4
+
+
+@pytest.mark.parametrize(("minibatches", "pieces"), [(4, 1), (2, 2), (1, 3)])
+def test_metrics_do_not_depend_on_how_a_round_is_cut(minibatches: int, pieces: int) -> None:
+    """Requirement 69: losses, entropies and spreads are means over the round, whatever its parts are."""
+
+    def figures(minibatches: int, pieces: int) -> dict[str, float]:
+        agent = make_agent("core", minibatches=minibatches, pieces=pieces)
+        with withheld(agent):
+            flat = agent.update(collect(agent)).flat()
+        names = ("policy_loss", "value_loss", "entropy", "logit_spread", *(f"{h}/entropy" for h in agent.table.names))
+        return {name: flat[f"ppo/{name}"] for name in names}
+
+    whole = figures(1, 1)
+    assert 0 < whole["entropy"] < 1
+    assert figures(minibatches, pieces) == pytest.approx(whole, abs=1e-5)

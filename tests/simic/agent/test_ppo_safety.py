@@ -218,6 +218,8 @@ def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
 def test_an_observation_that_is_not_finite_is_named(column: int, name: str, value: float) -> None:
     """Requirement 65: env and column, whatever the network makes of it."""
     agent = make_agent("core")
+    for weight in agent.network.parameters():
+        weight.data.abs_()  # a ReLU would make 0 of −∞
     observations = torch.randn(4, LAYOUT.size)
     observations[3, column] = value
     with pytest.raises(NotFiniteError, match=rf"column {column} \({name}\) of the observation of env 3 is {value}"):

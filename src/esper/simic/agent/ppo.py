@@ -188,16 +188,15 @@ class PPOAgent:
         batches = self._partition(buffer, sequences)
         reference = self._or_eager(lambda: self._reference(buffer, batches))
         lesson = prepare_lesson(buffer, reference, self.returns, self.config, len(batches))
-        parts = [[lesson.part(batch) for batch in minibatch] for minibatch in batches]
         self._set_rate()
         record = UpdateRecord(self.table.names)
         halted = ~reference.accepted
         for epoch in range(self.config.epochs):
             if epoch and len(batches) > 1:
                 batches = self._partition(buffer, sequences)
-                parts = [[lesson.part(batch) for batch in minibatch] for minibatch in batches]
-            for minibatch in parts:
-                halted = self._learn(lesson, minibatch, halted, record)
+            for minibatch in batches:
+                parts = [lesson.part(batch) for batch in minibatch]
+                halted = self._learn(lesson, parts, halted, record)
             record.epochs += 1
             if bool(halted):  # host sync: once per epoch
                 break
@@ -223,9 +222,9 @@ class PPOAgent:
 
     def _partition(self, buffer: TamiyoRolloutBuffer, sequences: Sequences) -> list[list[Batch]]:
         """Minibatches of whole rows, shuffled over envs, each in pieces. Every row with a step occurs once."""
-        rows = np.unique(sequences.rows)  # those that hold a step
-        order = rows[torch.randperm(len(rows), generator=self.generator).numpy()].tolist()
-        count = min(self.config.minibatches, len(rows))
+        filled = np.unique(sequences.rows)
+        order = filled[torch.randperm(len(filled), generator=self.generator).numpy()].tolist()
+        count = min(self.config.minibatches, len(filled))
         minibatches = [order[place::count] for place in range(count)]
         cut = [[rows[p :: self.config.pieces] for p in range(self.config.pieces)] for rows in minibatches]
         return [[buffer.batch(sequences, rows) for rows in pieces if rows] for pieces in cut]

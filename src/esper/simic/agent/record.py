@@ -141,7 +141,7 @@ def _round_figures(lesson: Lesson) -> dict[str, Tensor]:
         "gap": lesson.reference.gap,
         "advantage_mean": (shares * standardised.mean).sum(),
         "advantage_std": (shares * standardised.std).sum(),
-        "floored": (standardised.floored & (shares > 0)).any(),
+        "floored": standardised.floored.any(),
         "advantage_mean_after": mean,
         "advantage_std_after": var.sqrt(),
         "return_mean": return_mean,

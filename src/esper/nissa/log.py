@@ -1,0 +1,73 @@
+"""A file of JSON objects, one per line: append-only, written by one process, in order."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from esper.leyline import BadValueError
+
+Json = Any  # what will become JSON, or was
+
+
+class JsonLines:
+    """Appends objects to a file. What was written is on its way to the disk after `flush`."""
+
+    def __init__(self, path: Path, offset: int | None = None) -> None:
+        """Open for appending. With `offset`, what lies behind it is moved aside first (`<name>.tail-<offset>`)."""
+        self.path = path
+        if offset is not None:
+            _truncate(path, offset)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, **fields: Json) -> None:
+        """Append one object."""
+        try:
+            line = json.dumps(fields, allow_nan=False, separators=(",", ":"))
+        except ValueError as error:
+            raise BadValueError(f"{self.path.name}: {fields} is no JSON: {error}") from error
+        self._file.write(line + "\n")
+
+    def flush(self) -> int:
+        """Hand everything to the disk; returns the size of the file, from where a resumed run goes on."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _truncate(path: Path, offset: int) -> None:
+    content = path.read_bytes() if path.exists() else b""
+    if len(content) < offset:
+        raise BadValueError(
+            f"{path} has {len(content)} bytes, the checkpoint was written after {offset}: lines are lost"
+        )
+    if content[offset:]:
+        path.with_name(f"{path.name}.tail-{offset}").write_bytes(content[offset:])
+        path.write_bytes(content[:offset])
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Json]]:
+    """All objects of a file; a torn last line, of a run that was killed, is left out."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise BadValueError(f"{path}, line {number} is no JSON: {error}") from error

@@ -1,0 +1,41 @@
+"""What growing is worth: pure functions over tensors of envs, each reward with its breakdown."""
+
+from esper.simic.rewards.attribution import (
+    Attribution,
+    Coalition,
+    Score,
+    leave_one_out,
+    sampled_shapley,
+    shapley,
+)
+from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
+from esper.simic.rewards.detectors import Finding, Suspects, detect, findings
+from esper.simic.rewards.families import FAMILIES, compute_reward
+from esper.simic.rewards.potentials import potential, relative_loss, rent
+from esper.simic.rewards.transition import RewardBreakdown, Rewarded, RewardInputs
+
+__all__ = [
+    "FAMILIES",
+    "Attribution",
+    "Coalition",
+    "DetectorLimits",
+    "Family",
+    "Finding",
+    "GammaMismatchError",
+    "RewardBreakdown",
+    "RewardConfig",
+    "RewardInputs",
+    "Rewarded",
+    "Score",
+    "Suspects",
+    "check_gamma",
+    "compute_reward",
+    "detect",
+    "findings",
+    "leave_one_out",
+    "potential",
+    "relative_loss",
+    "rent",
+    "sampled_shapley",
+    "shapley",
+]

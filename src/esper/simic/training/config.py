@@ -1,0 +1,74 @@
+"""Settings of a training run."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from esper.leyline import BadValueError, head_preset
+from esper.leyline.numbers import require_whole
+from esper.simic.agent import PPOConfig
+from esper.simic.rewards import RewardConfig
+from esper.tamiyo import NetworkConfig
+from esper.tolaria import Task, get_task
+
+WAIT_BIAS = 2.5
+"""On the logit of WAIT at birth: leaner plans from the start."""
+
+
+def growth_ppo() -> PPOConfig:
+    """PPO's start values for growth."""
+    return PPOConfig(gamma=1.0, normalise_rewards=False)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run: a controller learns on fresh hosts, round after round."""
+
+    task: str = "digits_blind"
+    """Task to grow hosts of."""
+    rounds: int = 20
+    """Rounds: in each, all hosts live one episode, then the policy is updated."""
+    hosts: int = 32
+    """Hosts per round, controls included."""
+    members: int = 3
+    """Hosts per group beside its control."""
+    seed: int = 0
+    """Everything random follows from it."""
+    preset: str = "core"
+    """Heads and ops of the controller: core or full."""
+    sensing: bool = True
+    """Whether the controller sees what can be sensed at empty slots."""
+    critic_sees_control: bool = True
+    """Whether the critic is told of the control's accuracy and of the potential."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    ppo: PPOConfig = field(default_factory=growth_ppo)
+    device: str = "cpu"
+    """Where hosts and policy live."""
+    threads: int = 1
+    """Of torch on the CPU; hosts this small gain nothing from more."""
+    data_dir: Path | None = None
+    """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "hosts", "members", "threads"):
+            require_whole(name, getattr(self, name), 1)
+        head_preset(self.preset)
+        get_task(self.task)
+        if self.reward.gamma != self.ppo.gamma:
+            raise BadValueError(
+                f"the reward's gamma is {self.reward.gamma}, PPO's {self.ppo.gamma}: they must be one; set both"
+            )
+
+    def agent_config(self, task: Task) -> PPOConfig:
+        """PPO's settings with what follows from the task: the WAIT bias and the floor of advantages."""
+        ops = len(head_preset(self.preset).heads[0].choices)
+        network: NetworkConfig = self.ppo.network
+        if not network.first_bias:
+            network = replace(network, first_bias=(WAIT_BIAS, *(0.0,) * (ops - 1)))
+        return replace(
+            self.ppo, network=network, steps=task.steps, advantage_floor=max(self.ppo.advantage_floor, gain_error(task))
+        )
+
+
+def gain_error(task: Task) -> float:
+    """Standard error of a gain in points, where one image in ten tells the two hosts apart."""
+    return 100 * float((0.1 / task.validation_size) ** 0.5)

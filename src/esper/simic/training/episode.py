@@ -1,0 +1,167 @@
+"""One episode of all hosts in lockstep, step by step: whoever decides, decides from outside.
+
+runner.begin(seeds)
+while not runner.done:
+    view = runner.view()            # observe, masks
+    result = runner.step(actions)   # apply, train, validate, govern, tick
+"""
+
+from collections.abc import Container
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import lifecycle
+from esper.kasmina.compare import RowScore
+from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, HeadPreset, LifecycleOp, SeedStage, StageChange
+from esper.simic.training.apply import apply_action
+from esper.simic.training.groups import Groups
+from esper.simic.training.observe import Observer, accuracy_of, first_actions, loss_of
+from esper.tamiyo import ObservationLayout, growth_table
+from esper.tamiyo.features import growth_layout, signals_to_features
+from esper.tamiyo.masks import growth_masks
+from esper.tamiyo.policy import View
+from esper.tamiyo.signals import SlotView
+from esper.tolaria import HostFleet
+from esper.tolaria.measure import FleetComparison
+from esper.tolaria.probing import Prober, Sensing
+
+
+class StepResult(NamedTuple):
+    """What a step led to, for every grown env (n,)."""
+
+    accuracy: Tensor
+    """Calibrated validation accuracy of the main row, percent"""
+    control_accuracy: Tensor
+    loss: Tensor
+    """Validation loss in units of the random-guess loss"""
+    slots: SlotView
+    """Before the tick"""
+    seed_parameters: Tensor
+    """(n, slots): of the seeds that were there before the actions"""
+    acting_parameters: Tensor
+    """Of all seeds with alpha > 0"""
+    fossil_parameters: Tensor
+    panics: Tensor
+    """bool: the env went back to its snapshot"""
+    hardened_accuracy: Tensor | None
+    """With fossils alone; at the end of the episode only"""
+    hardened_control: Tensor | None
+    hardened_loss: Tensor | None
+    """In units of the random-guess loss"""
+    changes: list[tuple[int, StageChange]]
+    """Stage changes by grown env"""
+
+    @property
+    def gain(self) -> Tensor:
+        """Points over the control."""
+        return self.accuracy - self.control_accuracy
+
+
+class _Scores(NamedTuple):
+    accuracy: Tensor
+    control: Tensor
+    loss: Tensor
+
+
+class EpisodeRunner:
+    """A fleet in groups, with everything that a step consists of but the decision."""
+
+    def __init__(self, fleet: HostFleet, groups: Groups, preset: HeadPreset, *, sensing: bool = True) -> None:
+        self.fleet, self.groups, self.preset = fleet, groups, preset
+        self.slots = fleet.task.slot_config
+        self.table = growth_table(preset, self.slots)
+        self.layout: ObservationLayout = growth_layout(self.slots, sensing=sensing)
+        self.observer = Observer(fleet, groups)
+        self.prober = Prober(fleet)
+        self.final = False
+        """Whether the end of an episode is scored on test images."""
+        self._number = {env: row for row, env in enumerate(groups.envs)}
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode has ended."""
+        return self.fleet.step_index >= self.fleet.task.steps
+
+    def begin(self, seeds: list[int]) -> None:
+        """Fresh hosts, one seed per group, measured before anything is trained."""
+        fleet, n = self.fleet, self.groups.grown
+        fleet.reset(self.groups.spread(seeds))
+        self.observer.begin()
+        self.found: FleetComparison = fleet.validate()
+        self.sensing: Sensing = self.prober()
+        self._last_op, self._last_succeeded = first_actions(n, fleet.device)
+        self.potential = torch.zeros(n, device=fleet.device)
+        """Φ of every env, as the reward last set it."""
+
+    def view(self) -> View:
+        """What policies see now."""
+        signals = self.observer.look(self.found, self.sensing, self.potential, self._last_op, self._last_succeeded)
+        features = signals_to_features(signals, self.layout)
+        return View(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
+
+    def step(self, actions: Tensor) -> StepResult:
+        """Apply the actions (n, heads), train, measure, let the governor look, tick."""
+        fleet, groups = self.fleet, self.groups
+        seed_parameters = self._parameters(LIVE_STAGES)
+        changes = self._apply(actions)
+        fleet.train_step()
+        self.found = fleet.validate()
+        panics = torch.zeros(groups.hosts, dtype=torch.bool)
+        for panic in fleet.govern(self.found):
+            panics[panic.env] = True
+        slots = self.observer.slots(self.found, self.sensing)
+        acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
+        hardened = None
+        if fleet.step_index + 1 >= fleet.task.steps:
+            hardened = self._scores(fleet.validate_committed(final=self.final))
+        changes += [(self._number[env], change) for env, change in fleet.tick() if env in self._number]
+        if not self.done:
+            self.sensing = self.prober()
+        live = self._scores(self.found.main)
+        return StepResult(
+            accuracy=live.accuracy,
+            control_accuracy=live.control,
+            loss=live.loss,
+            slots=slots,
+            seed_parameters=seed_parameters,
+            acting_parameters=acting,
+            fossil_parameters=fossil,
+            panics=groups.grown_of(panics).to(fleet.device),
+            hardened_accuracy=None if hardened is None else hardened.accuracy,
+            hardened_control=None if hardened is None else hardened.control,
+            hardened_loss=None if hardened is None else hardened.loss,
+            changes=changes,
+        )
+
+    def _scores(self, rows: list[RowScore]) -> _Scores:
+        """Accuracy of every grown env and of its control in percent, and its relative loss."""
+        percent, losses = accuracy_of(rows), loss_of(rows) / self.fleet.task.random_guess_loss
+        return _Scores(self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses))
+
+    def _apply(self, actions: Tensor) -> list[tuple[int, StageChange]]:
+        """Structure edits. Host sync: one, for the actions."""
+        changes = []
+        before = [dict(self.fleet.states[env]) for env in self.groups.envs]
+        for row, (env, action) in enumerate(zip(self.groups.envs, actions.tolist(), strict=True)):
+            op = apply_action(self.fleet, env, action, self.table, self.slots)
+            if op is not LifecycleOp.WAIT:
+                for slot_id, state in self.fleet.states[env].items():
+                    old = before[row][slot_id]
+                    if state.stage is not old.stage:
+                        changes.append((row, StageChange(slot_id, old.stage, state.stage, op.name.lower())))
+        self._last_op = actions[:, 0].to(self.fleet.device)
+        self._last_succeeded = torch.ones_like(self._last_op, dtype=torch.bool)
+        return changes
+
+    def _parameters(self, stages: Container[SeedStage]) -> Tensor:
+        """Parameters of the seeds in these stages (n, slots)."""
+        counts = [
+            [
+                lifecycle.seed_parameters(self.fleet.slots[slot_id], state) if state.stage in stages else 0
+                for slot_id, state in self.fleet.states[env].items()
+            ]
+            for env in self.groups.envs
+        ]
+        return torch.tensor(counts, dtype=torch.float32, device=self.fleet.device)

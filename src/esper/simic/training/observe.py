@@ -1,0 +1,196 @@
+"""From a fleet to what a controller may see of it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina import SeedState, lifecycle
+from esper.kasmina.compare import RowScore
+from esper.leyline import LIVE_STAGES, LifecycleOp, SeedStage, SlotSpec
+from esper.simic.training.groups import Groups
+from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
+from esper.tolaria import HostFleet
+from esper.tolaria.measure import FleetComparison
+from esper.tolaria.probing import Sensing
+
+_FIELDS = (
+    *("stage", "blueprint", "alpha", "alpha_target", "ramping", "steps_in_stage", "age", "cooldown", "tried"),
+    *("can_advance", "can_fossilize", "can_prune", "can_retarget"),
+    *("audition", "audition_error", "audition_valid", "audition_loss"),
+    *("contribution", "contribution_error", "contribution_valid", "contribution_loss"),
+    *("gradient", "gradient_valid", "best", "best_valid"),
+)
+
+
+class Observer:
+    """Keeps what signals need from earlier steps of an episode: the last and best accuracy, the best contributions."""
+
+    def __init__(self, fleet: HostFleet, groups: Groups) -> None:
+        self.fleet, self.groups = fleet, groups
+        slots = list(fleet.slots.values())
+        self.names = fleet.task.slot_config.blueprint_names
+        n, device = groups.grown, fleet.device
+        self._width = torch.tensor([float(slot.width) for slot in slots], device=device).expand(n, -1)
+        self._depth = torch.tensor([slot.position for slot in slots], device=device).expand(n, -1)
+        host, budget = fleet.task.host_parameters, fleet.budget
+        costs = [[_cost(slot, name) for name in self.names] for slot in slots]
+        self._cost = torch.tensor(costs, device=device).expand(n, -1, -1) / host
+        self._parameters = torch.tensor(costs, device=device)
+        self._host, self._budget = float(host), float(budget)
+        self.begin()
+
+    def begin(self) -> None:
+        """A new episode."""
+        n, device = self.groups.grown, self.fleet.device
+        self._accuracy: Tensor | None = None
+        self._control: Tensor | None = None
+        self._best_accuracy = torch.full((n,), -1.0, device=device)
+        self._best_at = torch.zeros(n, device=device)
+        self._best = np.full((n, len(self.fleet.slots)), np.nan)
+
+    def look(
+        self,
+        found: FleetComparison,
+        sensing: Sensing,
+        potential: Tensor,
+        last_op: Tensor,
+        last_succeeded: Tensor,
+    ) -> TrainingSignals:
+        """The signals of all grown envs after a step. Host sync: once, for accuracies and losses of all rows."""
+        fleet, groups, task = self.fleet, self.groups, self.fleet.task
+        accuracies, losses = accuracy_of(found.main), loss_of(found.main)
+        accuracy, control = groups.grown_of(accuracies), groups.control_of(accuracies)
+        done = fleet.step_index / task.steps
+        better = accuracy > self._best_accuracy
+        self._best_accuracy = torch.where(better, accuracy, self._best_accuracy)
+        self._best_at = torch.where(better, done, self._best_at)
+        grown = torch.tensor([float(fleet.grown_parameters(env)) for env in groups.envs], device=fleet.device)
+        train = torch.nan_to_num(groups.grown_of(fleet.losses.to(fleet.device)), nan=task.random_guess_loss)
+        hosts = HostView(
+            time_left=torch.full_like(accuracy, 1 - done),
+            train_loss=train.float() / task.random_guess_loss,
+            validation_loss=groups.grown_of(losses) / task.random_guess_loss,
+            accuracy=accuracy,
+            accuracy_change=torch.zeros_like(accuracy) if self._accuracy is None else accuracy - self._accuracy,
+            best_accuracy=self._best_accuracy,
+            stale=done - self._best_at,
+            grown=grown / self._host,
+            budget_left=(self._budget - grown) / self._budget,
+            last_op=last_op,
+            last_succeeded=last_succeeded,
+        )
+        critic = CriticView(
+            potential, control, torch.zeros_like(control) if self._control is None else control - self._control
+        )
+        self._accuracy, self._control = accuracy, control
+        slots = self.slots(found, sensing)
+        free = (slots.stage == int(SeedStage.DORMANT)).unsqueeze(-1)
+        affordable = self._parameters <= (self._budget - grown)[:, None, None]
+        offered = self._parameters > 0
+        offers = OfferView(groups.grown_of(sensing.offers), free & affordable & offered, self._cost)
+        return TrainingSignals(hosts, slots, offers, critic)
+
+    def slots(self, found: FleetComparison, sensing: Sensing) -> SlotView:
+        """The slots of all grown envs as they are now."""
+        n, device = self.groups.grown, self.fleet.device
+        table = {name: np.zeros((n, len(self.fleet.slots))) for name in _FIELDS}
+        for row, env in enumerate(self.groups.envs):
+            for column, (slot_id, state) in enumerate(self.fleet.states[env].items()):
+                for name, number in self._describe(state, found, env, slot_id, row, column).items():
+                    table[name][row, column] = number
+        tensors = torch.from_numpy(np.stack([table[name] for name in _FIELDS])).float().to(device)
+        value: dict[str, Tensor] = dict(zip(_FIELDS, tensors, strict=True))
+        flag = {name: value[name] > 0 for name in _FIELDS}
+        none = torch.zeros_like(value["alpha"])
+        return SlotView(
+            width=self._width,
+            depth=self._depth,
+            rms=self.groups.grown_of(sensing.rms),
+            rank=self.groups.grown_of(sensing.rank),
+            gradient=self.groups.grown_of(sensing.gradient),
+            stage=value["stage"].long(),
+            blueprint=value["blueprint"].long(),
+            alpha=value["alpha"],
+            alpha_target=value["alpha_target"],
+            ramping=flag["ramping"],
+            steps_in_stage=value["steps_in_stage"],
+            age=value["age"],
+            cooldown=value["cooldown"],
+            can_advance=flag["can_advance"],
+            can_fossilize=flag["can_fossilize"],
+            can_prune=flag["can_prune"],
+            can_retarget=flag["can_retarget"],
+            audition=Measured(value["audition"], value["audition_error"], flag["audition_valid"]),
+            audition_loss=value["audition_loss"],
+            contribution=Measured(value["contribution"], value["contribution_error"], flag["contribution_valid"]),
+            contribution_loss=value["contribution_loss"],
+            seed_gradient=Measured(value["gradient"], none, flag["gradient_valid"]),
+            tried=value["tried"],
+            best=Measured(value["best"], none, flag["best_valid"]),
+        )
+
+    def _describe(
+        self, state: SeedState, found: FleetComparison, env: int, slot_id: str, row: int, column: int
+    ) -> dict[str, float]:
+        """One slot as numbers."""
+        config, live = self.fleet.config, state.stage in LIVE_STAGES
+        described: dict[str, float] = {
+            "stage": int(state.stage),
+            "blueprint": self.names.index(state.blueprint) if state.blueprint is not None else -1,
+            "alpha": state.alpha,
+            "alpha_target": state.controller.target,
+            "ramping": state.ramping,
+            "steps_in_stage": state.steps_in_stage,
+            "age": state.age,
+            "cooldown": state.cooldown,
+            "can_advance": state.stage is SeedStage.TRAINING and _passes(state, SeedStage.BLENDING, self.fleet),
+            "can_fossilize": state.stage is SeedStage.HOLDING and _passes(state, SeedStage.FOSSILIZED, self.fleet),
+            "can_prune": live
+            and state.stage not in (SeedStage.FOSSILIZED, SeedStage.GERMINATED)
+            and not state.ramping
+            and not (state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age),
+            "can_retarget": state.stage is SeedStage.HOLDING,
+            "tried": state.germinations,
+        }
+        if (audition := state.audition) is not None:
+            described |= {"audition": audition.value, "audition_error": audition.error, "audition_valid": 1}
+        if (contribution := state.contribution) is not None:
+            described |= {"contribution": contribution.value, "contribution_error": contribution.error}
+            described["contribution_valid"] = 1
+            self._best[row, column] = np.fmax(self._best[row, column], contribution.value)
+        if (env, slot_id) in found.auditions:
+            described["audition_loss"] = found.auditions[env, slot_id].loss.value
+        if (env, slot_id) in found.contributions:
+            described["contribution_loss"] = found.contributions[env, slot_id].loss.value
+        if live and state.gradient_norm is not None and np.isfinite(state.gradient_norm):
+            described |= {"gradient": state.gradient_norm, "gradient_valid": 1}
+        if not np.isnan(self._best[row, column]):
+            described |= {"best": self._best[row, column], "best_valid": 1}
+        return described
+
+
+def accuracy_of(rows: Sequence[RowScore]) -> Tensor:
+    """(rows,): in percent, left on the device."""
+    return 100 * torch.stack([row.correct for row in rows]).float().mean(1)
+
+
+def loss_of(rows: Sequence[RowScore]) -> Tensor:
+    """(rows,): mean cross-entropy, left on the device."""
+    return torch.stack([row.losses for row in rows]).float().mean(1)
+
+
+def first_actions(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The last op and its success before anything was done."""
+    waited = torch.full((n,), int(LifecycleOp.WAIT), device=device)
+    return waited, torch.ones(n, dtype=torch.bool, device=device)
+
+
+def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
+    return lifecycle.evaluate_gate(state, target, fleet.config.thresholds).passed
+
+
+def _cost(slot: SlotSpec, name: str) -> float:
+    """Parameters of a blueprint in a slot; 0 where it is not offered."""
+    return float(next((offer.parameters for offer in slot.blueprints if offer.name == name), 0))

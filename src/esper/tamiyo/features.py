@@ -1,0 +1,166 @@
+"""Signals as a learned policy sees them: named columns, finite, within ± 10.
+
+A column is a name and a formula; the tables below are all there is. A layout lists names, and the features of a fleet
+are the formulas of those names, each over all envs at once. What may be unmeasured is exactly 0 where it is, beside a
+column that says so. Columns of slots say nothing about which slot it is but its depth and width, so what was learned on
+one host can be used on another.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
+from esper.tamiyo.observation import ObservationLayout
+from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
+
+LIMIT = 10.0
+"""No column leaves ± this."""
+BLUEPRINT = "blueprint"
+"""Prefix of the columns that say what grows in a slot; the task's blueprints name them."""
+
+V = TypeVar("V")
+Columns = Mapping[str, Callable[[V], Tensor]]
+
+
+def _bounded(value: Tensor) -> Tensor:
+    """Shares and losses: of order 1 as they are."""
+    return value.float().clamp(-LIMIT, LIMIT)
+
+
+def _logged(value: Tensor) -> Tensor:
+    """Counts and norms: from 0 up, over orders of magnitude."""
+    return value.float().clamp(min=0.0).log1p().clamp(max=LIMIT)
+
+
+def _points(value: Tensor) -> Tensor:
+    """Differences of accuracies, in tens of points: all that are possible lie within the limit."""
+    return _bounded(value.float() / 10)
+
+
+def _accuracy(value: Tensor) -> Tensor:
+    """A share."""
+    return _bounded(value.float() / 100)
+
+
+def _known(measured: Measured, value: Tensor) -> Tensor:
+    """0 where it is not, whatever stands there."""
+    return value.where(measured.valid, 0.0)
+
+
+def _one_hot(prefix: str, names: Iterable[str], read: Callable[[V], Tensor]) -> dict[str, Callable[[V], Tensor]]:
+    """A column for each value 0 … of what `read` gives; other values are none of them."""
+
+    def equals(index: int) -> Callable[[V], Tensor]:
+        return lambda view: read(view) == index
+
+    return {f"{prefix}.{name}": equals(index) for index, name in enumerate(names)}
+
+
+HOST: Columns[HostView] = {
+    "time_left": lambda host: _bounded(host.time_left),
+    "train_loss": lambda host: _logged(host.train_loss),
+    "validation_loss": lambda host: _logged(host.validation_loss),
+    "loss_gap": lambda host: _bounded(host.validation_loss - host.train_loss),
+    "accuracy": lambda host: _accuracy(host.accuracy),
+    "accuracy_change": lambda host: _points(host.accuracy_change),
+    "best_accuracy": lambda host: _accuracy(host.best_accuracy),
+    "below_best": lambda host: _points(host.best_accuracy - host.accuracy),
+    "stale": lambda host: _bounded(host.stale),
+    "grown": lambda host: _logged(host.grown),
+    "budget_left": lambda host: _bounded(host.budget_left),
+    **_one_hot("last_op", [op.name.lower() for op in LifecycleOp], lambda host: host.last_op),
+    "last_succeeded": lambda host: host.last_succeeded,
+}
+
+SLOT: Columns[SlotView] = {
+    "width": lambda slot: _logged(slot.width),
+    "depth": lambda slot: _bounded(slot.depth),
+    "rms": lambda slot: _logged(slot.rms),
+    "rank": lambda slot: _bounded(slot.rank),
+    "gradient": lambda slot: _bounded(slot.gradient),
+    **_one_hot("stage", [stage.name.lower() for stage in SeedStage], lambda slot: slot.stage),
+    "alpha": lambda slot: _bounded(slot.alpha),
+    "alpha_target": lambda slot: _bounded(slot.alpha_target),
+    "ramping": lambda slot: slot.ramping,
+    "steps_in_stage": lambda slot: _logged(slot.steps_in_stage),
+    "age": lambda slot: _logged(slot.age),
+    "cooldown": lambda slot: _logged(slot.cooldown),
+    "can_advance": lambda slot: slot.can_advance,
+    "can_fossilize": lambda slot: slot.can_fossilize,
+    "can_prune": lambda slot: slot.can_prune,
+    "can_retarget": lambda slot: slot.can_retarget,
+    "audition": lambda slot: _known(slot.audition, _points(slot.audition.value)),
+    "audition_error": lambda slot: _known(slot.audition, _points(slot.audition.error)),
+    "audition_loss": lambda slot: _known(slot.audition, _bounded(slot.audition_loss)),
+    "audition_valid": lambda slot: slot.audition.valid,
+    "contribution": lambda slot: _known(slot.contribution, _points(slot.contribution.value)),
+    "contribution_error": lambda slot: _known(slot.contribution, _points(slot.contribution.error)),
+    "contribution_loss": lambda slot: _known(slot.contribution, _bounded(slot.contribution_loss)),
+    "contribution_valid": lambda slot: slot.contribution.valid,
+    "seed_gradient": lambda slot: _known(slot.seed_gradient, _logged(slot.seed_gradient.value)),
+    "seed_gradient_valid": lambda slot: slot.seed_gradient.valid,
+    "tried": lambda slot: _logged(slot.tried),
+    "best": lambda slot: _known(slot.best, _points(slot.best.value)),
+    "best_valid": lambda slot: slot.best.valid,
+}
+"""For any task; its blueprints add theirs."""
+
+OFFER: Columns[OfferView] = {
+    # Of what does not fit nothing is said: the best of a slot's offers should be one that can be taken.
+    "worth": lambda offer: _bounded(offer.worth).where(offer.fits, 0.0),
+    "cost": lambda offer: _logged(offer.cost).where(offer.fits, 0.0),
+    "fits": lambda offer: offer.fits,
+}
+
+CRITIC: Columns[CriticView] = {
+    "potential": lambda critic: _points(critic.potential),
+    "control_accuracy": lambda critic: _accuracy(critic.control_accuracy),
+    "control_change": lambda critic: _points(critic.control_change),
+}
+"""The only place where the control shows."""
+
+SENSED = frozenset({"rms", "rank", "gradient", "worth"})
+"""Columns of slots and offers that need a probe of the host's activations and gradients."""
+
+
+def growth_layout(slots: SlotConfig, *, sensing: bool = True) -> ObservationLayout:
+    """The columns for a task's slots; without `sensing` there are none that need a probe."""
+
+    def seen(columns: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in columns if sensing or name not in SENSED)
+
+    names = slots.blueprint_names
+    blueprints = _one_hot(BLUEPRINT, names, _blueprint)
+    return ObservationLayout(
+        tuple(HOST), (*seen(SLOT), *blueprints), seen(OFFER), tuple(CRITIC), len(slots), len(names)
+    )
+
+
+def signals_to_features(signals: TrainingSignals, layout: ObservationLayout) -> Tensor:
+    """(N, layout.size) float32, for a layout of `growth_layout`; no env's row depends on another's."""
+    shape, wanted = tuple(signals.offers.fits.shape[1:]), (layout.slots, layout.blueprints)
+    if shape != wanted:
+        raise BadValueError(f"signals of (slots, blueprints) {shape} for a layout of {wanted}")
+    prefix = f"{BLUEPRINT}."
+    names = [name.removeprefix(prefix) for name in layout.slot if name.startswith(prefix)]
+    parts = (
+        _evaluate(HOST, layout.host, signals.hosts),
+        _evaluate({**SLOT, **_one_hot(BLUEPRINT, names, _blueprint)}, layout.slot, signals.slots),
+        _evaluate(OFFER, layout.offer, signals.offers),
+        _evaluate(CRITIC, layout.critic, signals.critic),
+    )
+    return torch.cat([part.flatten(1) for part in parts], -1)
+
+
+def _blueprint(slot: SlotView) -> Tensor:
+    return slot.blueprint
+
+
+def _evaluate(columns: Columns[V], names: tuple[str, ...], view: V) -> Tensor:
+    """(…, names)"""
+    if unknown := [name for name in names if name not in columns]:
+        raise UnknownNameError("column", unknown[0], columns)
+    return torch.stack([columns[name](view).float() for name in names], -1)

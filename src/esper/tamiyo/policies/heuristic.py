@@ -1,0 +1,186 @@
+"""The rule-based Tamiyo: germinate on a plateau, blend what auditions well, keep what contributes, cut what does not.
+
+Its rules in order of precedence; each env takes the first that applies:
+
+    FOSSILIZE   HOLDING, few steps left, and worth its rent at all: the objective counts fossils only
+    FOSSILIZE   HOLDING, and worth more than its rent beyond the error of the measurement
+    PRUNE       HOLDING, and not worth its rent
+    ADVANCE     TRAINING for long enough, and the audition is positive beyond its error; the best audition first
+    PRUNE       TRAINING for too long without such an audition
+    GERMINATE   the accuracy has stopped rising and there is time: the best offer that was not tried before
+    WAIT
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
+from esper.leyline.numbers import require_whole
+from esper.tamiyo.heads import ActionTable
+from esper.tamiyo.policies.proposals import Proposal, check_fit, propose, propose_seed, take_first
+from esper.tamiyo.policy import View
+from esper.tamiyo.signals import HostView, OfferView, SlotView
+
+OfferChoice = Literal["net", "per_cost", "worth"]
+OFFER_CHOICES: tuple[OfferChoice, ...] = get_args(OfferChoice)
+
+UNDER_WAY = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
+COST_FLOOR = 1e-2
+"""Cheaper than a hundredth of the host counts as that: what costs nothing is not infinitely good."""
+
+
+@dataclass(frozen=True)
+class HeuristicConfig:
+    """Thresholds of the rules. Times are in steps, worths in points unless something else is said."""
+
+    patience: int = 2
+    """Steps without a rise of the accuracy before a seed is germinated."""
+    plateau: float = 1.0
+    """Points by which the accuracy has to pass its old level to count as rising."""
+    at_once: int = 2
+    """Seeds that may be under way at the same time, fossils not counted."""
+    germinate_left: int = 9
+    """Least steps left to germinate: a seed needs that many to be trained, blended, held and fossilised."""
+    choice: OfferChoice = "net"
+    """What the first-order worth of a blueprint is weighed by: net of its cost, per cost, or nothing."""
+    cost_weight: float = 0.1
+    """For choice `net`: the relative worth that a doubling of the host has to be worth."""
+    training_steps: int = 3
+    """Steps in TRAINING before an audition is believed."""
+    least_audition: float = 0.0
+    """Points that an audition has to exceed, beyond its error, for the seed to be blended."""
+    trial: int = 6
+    """Steps in TRAINING after which a seed that does not audition well is pruned."""
+    advance_left: int = 5
+    """Least steps left to blend: a seed needs that many to be blended, held and fossilised."""
+    least_contribution: float = 0.0
+    """Points net of rent that a contribution has to exceed, beyond its error, for the seed to be fossilised."""
+    prune_below: float = 0.0
+    """A held seed that contributes fewer points net of rent is pruned."""
+    ending: int = 3
+    """With so many steps left or fewer, whatever contributes more than its rent is fossilised, error or not."""
+    errors: float = 1.0
+    """Standard errors that count as beyond the error."""
+    rent: float = 2.0
+    """Points that a doubling of the host costs."""
+
+    def __post_init__(self) -> None:
+        counts = {"patience": 0, "at_once": 1, "germinate_left": 1, "training_steps": 0, "advance_left": 1, "ending": 0}
+        for name, least in counts.items():
+            require_whole(name, getattr(self, name), least)
+        require_whole("trial", self.trial, self.training_steps, remark=": auditions are not believed before")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is float and not (type(value) in (int, float) and math.isfinite(value)):
+                raise BadValueError(f"{field.name} {value!r} is not a finite number")
+        for name in ("plateau", "cost_weight", "errors", "rent"):
+            if getattr(self, name) < 0:
+                raise BadValueError(f"{name} {getattr(self, name)!r} is below 0")
+        if self.choice not in OFFER_CHOICES:
+            raise UnknownNameError("choice of blueprints", self.choice, OFFER_CHOICES)
+
+
+class HeuristicMemory(NamedTuple):
+    """What the rules remember of an episode."""
+
+    level: Tensor
+    """(N,): the accuracy that has to be passed"""
+    since: Tensor
+    """(N,): steps since it was"""
+    sown: Tensor
+    """(N, S, B) bool: tried before"""
+
+
+class HeuristicTamiyo:
+    """Rules over what was measured; no chance."""
+
+    def __init__(self, table: ActionTable, slots: SlotConfig, config: HeuristicConfig | None = None) -> None:
+        check_fit(table, slots)
+        self.table, self.slots = table, slots
+        self.config = config if config is not None else HeuristicConfig()
+
+    def initial_memory(self, seeds: list[int]) -> HeuristicMemory:
+        """Nothing was seen, nothing tried."""
+        n, offers = len(seeds), (len(self.slots), len(self.slots.blueprint_names))
+        return HeuristicMemory(
+            torch.full((n,), -torch.inf), torch.zeros(n, dtype=torch.long), torch.zeros((n, *offers), dtype=torch.bool)
+        )
+
+    def act(self, view: View, memory: HeuristicMemory, uniform: Tensor) -> tuple[Tensor, HeuristicMemory]:
+        """The first rule that applies."""
+        hosts, offers = view.signals.hosts, view.signals.offers
+        level, since, sown = (part.to(uniform.device, non_blocking=True) for part in memory)
+        rising = hosts.accuracy > level + self.config.plateau
+        level = hosts.accuracy.where(rising, level)
+        since = (since + 1).where(~rising, 0)
+        left = steps_left(hosts, view.step)
+        rules = [
+            *self._judge_held(view, left),
+            *self._judge_trained(view, left),
+            self._germinate(view, left, since, sown),
+        ]
+        actions = take_first(self.table, view.masks, rules)
+        return actions, HeuristicMemory(level, since, sown | self._sown_by(actions, offers))
+
+    def _judge_held(self, view: View, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
+        """Rescue at the end, fossilise, prune."""
+        config, slots = self.config, view.signals.slots
+        net = slots.contribution.value - config.rent * torch.log2(1 + seed_cost(slots, view.signals.offers))
+        error = config.errors * slots.contribution.error
+        judged = (slots.stage == SeedStage.HOLDING) & slots.contribution.valid
+        ending = (left <= config.ending)[:, None]
+        return (
+            propose(LifecycleOp.FOSSILIZE, judged & ending & (net > 0), net, view.masks),
+            propose(LifecycleOp.FOSSILIZE, judged & (net - error > config.least_contribution), net, view.masks),
+            propose(LifecycleOp.PRUNE, judged & (net < config.prune_below), -net, view.masks),
+        )
+
+    def _judge_trained(self, view: View, left: Tensor) -> tuple[Proposal, Proposal]:
+        """Advance, prune."""
+        config, slots = self.config, view.signals.slots
+        audition = slots.audition
+        judged = (slots.stage == SeedStage.TRAINING) & audition.valid & (slots.steps_in_stage >= config.training_steps)
+        good = audition.value - config.errors * audition.error > config.least_audition
+        in_time = (left >= config.advance_left)[:, None]
+        overdue = slots.steps_in_stage >= config.trial
+        return (
+            propose(LifecycleOp.ADVANCE, judged & good & in_time, audition.value, view.masks),
+            propose(LifecycleOp.PRUNE, judged & ~good & overdue, -audition.value, view.masks),
+        )
+
+    def _germinate(self, view: View, left: Tensor, since: Tensor, sown: Tensor) -> Proposal:
+        """On a plateau, the best offer."""
+        config, stage = self.config, view.signals.slots.stage
+        under_way = sum((stage == each).sum(-1) for each in UNDER_WAY)
+        time = (since >= config.patience) & (left >= config.germinate_left) & (under_way < config.at_once)
+        return propose_seed(time[:, None, None] & ~sown, self._rate(view.signals.offers), view.masks)
+
+    def _rate(self, offers: OfferView) -> Tensor:
+        """(N, S, B): how good an offer looks before it was tried."""
+        if self.config.choice == "net":
+            return offers.worth - self.config.cost_weight * torch.log2(1 + offers.cost)
+        return offers.worth / offers.cost.clamp(min=COST_FLOOR) if self.config.choice == "per_cost" else offers.worth
+
+    def _sown_by(self, actions: Tensor, offers: OfferView) -> Tensor:
+        """(N, S, B) bool: the offer that an action germinates."""
+        op, slot, blueprint = (actions[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
+        _, slots, blueprints = offers.worth.shape
+        at_slot = torch.arange(slots, device=op.device) == slot[:, None]
+        at_blueprint = torch.arange(blueprints, device=op.device) == blueprint[:, None]
+        return (op == LifecycleOp.GERMINATE)[:, None, None] & at_slot[..., None] & at_blueprint[:, None]
+
+
+def seed_cost(slots: SlotView, offers: OfferView) -> Tensor:
+    """(N, S): parameters of the seed in each slot over the host's; meaningless where there is none."""
+    return offers.cost.gather(-1, slots.blueprint.clamp(min=0)[..., None]).squeeze(-1)
+
+
+def steps_left(hosts: HostView, step: int) -> Tensor:
+    """(N,): T − t, from the share (T − t) / T; unbounded in the first step, which does not tell it."""
+    if step == 0:
+        return torch.full_like(hosts.time_left, torch.inf)
+    return (step * hosts.time_left / (1 - hosts.time_left)).round()

@@ -1,0 +1,87 @@
+"""Seeds that look better than they are."""
+
+import pytest
+import torch
+from simic.rewards.trajectories import Move, play, slot_view, stack
+from torch import Tensor
+
+from esper.leyline import SeedStage
+from esper.simic.rewards import DetectorLimits, Finding, Suspects, detect, findings
+from esper.tamiyo.signals import SlotView
+
+HELD, TRAINING, EMPTY = SeedStage.HOLDING, SeedStage.TRAINING, SeedStage.DORMANT
+
+
+def views(*rows: SlotView) -> SlotView:
+    """Several envs."""
+    template = play(lambda host: Move(), 1)[0]
+    return stack([template._replace(before=row, after=row) for row in rows]).after
+
+
+def judge(contribution: float, gain: float, **options: float) -> Suspects:
+    """One held seed."""
+    view = slot_view([HELD], [options.get("alpha", 1.0)], [contribution], error=options.get("error", 0.0))
+    limits = DetectorLimits(options.get("least", 1.0), options.get("ratio", 5.0))
+    return detect(view, torch.tensor([gain]), limits)
+
+
+def flagged(suspects: Suspects) -> tuple[bool, bool]:
+    """Hacking, ransomware."""
+    return bool(suspects.hacking.any()), bool(suspects.ransomware.any())
+
+
+@pytest.mark.parametrize(
+    ("contribution", "gain", "expected"),
+    [
+        (6.0, 1.0, (True, False)),
+        (5.0, 1.0, (True, False)),
+        (4.9, 1.0, (False, False)),
+        (2.0, -0.5, (False, True)),
+        (2.0, 0.0, (False, True)),
+        (0.9, -0.5, (False, False)),
+        (-6.0, -6.0, (False, False)),
+        (4.0, 4.0, (False, False)),
+    ],
+)
+def test_by_hand(contribution: float, gain: float, expected: tuple[bool, bool]) -> None:
+    """Requirement 15: 6 points of contribution in a gain of 1 are hacking, 2 in a loss of 0.5 are ransomware."""
+    assert flagged(judge(contribution, gain)) == expected
+
+
+def test_only_what_was_measured() -> None:
+    """Requirement 37: neither silent seeds nor noise are accused."""
+    assert flagged(judge(6.0, 1.0, alpha=0.0)) == (False, False)
+    assert flagged(judge(6.0, 1.0, error=6.5)) == (False, False)
+    unmeasured = slot_view([HELD], [1.0], [None])
+    assert flagged(detect(unmeasured, torch.tensor([-1.0]), DetectorLimits())) == (False, False)
+
+
+def test_limits() -> None:
+    """They may be 0: then whatever acts on a host without gain is suspicious."""
+    assert flagged(judge(0.1, 0.0, least=0.0, ratio=0.0)) == (False, True)
+    assert flagged(judge(6.0, 1.0, ratio=7.0)) == (False, False)
+
+
+def test_findings() -> None:
+    """Requirement 15: one record per suspicious seed of a fleet, with all that an event needs."""
+    slots = views(
+        slot_view([HELD, EMPTY, TRAINING], [1.0, 0.0, 0.0], [6.0, None, None]),
+        slot_view([HELD, HELD, HELD], [1.0, 1.0, 1.0], [0.5, 1.0, 0.5]),
+        slot_view([EMPTY, HELD, SeedStage.FOSSILIZED], [0.0, 0.7, 1.0], [None, 2.0, 3.0]),
+    )
+    gain: Tensor = torch.tensor([1.0, 2.0, -0.5])
+    suspects = detect(slots, gain, DetectorLimits())
+    assert suspects.hacking.shape == suspects.ransomware.shape == (3, 3)
+    assert not (suspects.hacking & suspects.ransomware).any()
+    assert findings(suspects, slots, gain) == (
+        Finding(0, 0, "hacking", "warning", 6.0, 1.0),
+        Finding(2, 1, "ransomware", "critical", 2.0, -0.5),
+        Finding(2, 2, "ransomware", "critical", 3.0, -0.5),
+    )
+
+
+def test_nobody_is_suspicious() -> None:
+    """No records."""
+    slots = views(slot_view([HELD, EMPTY], [1.0, 0.0], [2.0, None]))
+    gain = torch.tensor([2.0])
+    assert findings(detect(slots, gain, DetectorLimits()), slots, gain) == ()

@@ -1,0 +1,72 @@
+"""Settings: one gamma, each cost once."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from esper.leyline import DEFAULT_GAMMA, BadValueError, EsperError, LifecycleOp, UnknownNameError
+from esper.simic.agent import PPOConfig
+from esper.simic.rewards import FAMILIES, DetectorLimits, GammaMismatchError, RewardConfig, check_gamma
+from esper.simic.rewards.config import OP_COSTS
+
+
+def test_one_gamma() -> None:
+    """Requirement 1: two gammas are refused before the first step, and the message names both."""
+    with pytest.raises(GammaMismatchError, match=r"0\.995.*0\.99"):
+        check_gamma(RewardConfig(gamma=0.995).gamma, PPOConfig(gamma=0.99).gamma)
+    check_gamma(RewardConfig(gamma=0.99).gamma, PPOConfig(gamma=0.99).gamma)
+    assert issubclass(GammaMismatchError, EsperError) and issubclass(GammaMismatchError, ValueError)
+    assert RewardConfig().gamma == DEFAULT_GAMMA
+
+
+def test_proxy_weight_follows_the_main_weight() -> None:
+    """Requirement 22: 0.3 of it."""
+    assert RewardConfig().proxy_weight == pytest.approx(0.3)
+    assert RewardConfig(attribution_weight=2.0).proxy_weight == pytest.approx(0.6)
+    assert RewardConfig(attribution_weight=0.0).proxy_weight == 0
+
+
+def test_each_cost_once() -> None:
+    """Requirement 25: the table of op costs is made of the settings."""
+    assert set(OP_COSTS) == set(LifecycleOp) - {LifecycleOp.WAIT}
+    config = RewardConfig()
+    assert {field.name for field in fields(config) if field.name in OP_COSTS.values()} == set(OP_COSTS.values())
+    for op, name in OP_COSTS.items():
+        changed = replace(config, **{name: 7.25}).op_costs  # type: ignore[arg-type]  # a name from the table
+        assert changed[op] == 7.25
+        assert [cost for other, cost in enumerate(changed) if other != op] == [
+            cost for other, cost in enumerate(config.op_costs) if other != op
+        ]
+    assert config.op_costs[LifecycleOp.WAIT] == 0
+
+
+def test_every_family_is_there() -> None:
+    """The names of the setting are the names of the table."""
+    for family in FAMILIES:
+        assert RewardConfig(family=family).family == family  # type: ignore[arg-type]  # a name from the table
+    with pytest.raises(UnknownNameError, match=r"'escrow'.*paired"):
+        RewardConfig(family="escrow")  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"gamma": 0.0},
+        {"gamma": 1.1},
+        {"rho": -1.0},
+        {"shaping": float("nan")},
+        {"crash_margin": 0.0},
+        {"crash_margin": 1.3},
+        {"ratio_range": 0.0},
+        {"patience": 2.5},
+        {"prune_cap": float("inf")},
+        {"germinate_cost": True},
+    ],
+    ids=str,
+)
+def test_bad_settings(setting: dict[str, float]) -> None:
+    """The message names the setting and the value."""
+    with pytest.raises(BadValueError, match=next(iter(setting))):
+        RewardConfig(**setting)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(BadValueError, match="ratio"):
+        DetectorLimits(ratio=-1.0)
