@@ -22,8 +22,8 @@ from esper.simic.agent import PPOConfig, learn
 
 EPISODES = 100
 ENVS, STEPS, EPOCHS, BATCH, HIDDEN = 8, 32, 20, 256, 64
-GAMMA, LAM, RATE, CLIP, END = 0.99, 0.9, 5e-4, 0.2, 0.1
-"""For both; rate and clip fall linearly to the share END. Chosen for ours among five settings, on seeds 10 and 11."""
+GAMMA, LAM, RATE, CLIP, END = 0.99, 0.95, 5e-4, 0.2, 0.01
+"""For both; rate and clip fall linearly to the share END. Chosen for ours among seven settings, on seeds 10 to 13."""
 
 
 class Trained(NamedTuple):

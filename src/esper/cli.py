@@ -1,18 +1,23 @@
 """The command line: each subcommand is a frozen dataclass, its fields are the flags, their strings the help."""
 
+import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from esper.leyline import EsperError
+from esper.simic.training.config import TrainConfig
 from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.data import is_present
 from esper.tolaria.gains import HostGains, published_gains
+
+if TYPE_CHECKING:
+    from esper.simic.training.comparison import Comparison
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,99 @@ def _cells(task: Task, kind: HostGains) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class TrainCommand(TrainConfig):
+    """Train a controller on fresh hosts, round after round; writes a run folder."""
+
+    out: Path = Path("runs/train")
+    """Folder of the run; it must not hold another."""
+    resume: Path | None = None
+    """Go on with this run instead, as it was configured, from its last complete round."""
+
+    def run(self, console: Console) -> None:
+        """Train, with a progress bar; Ctrl-C ends after the last complete round."""
+        from esper.simic.training.runs import read_config
+        from esper.simic.training.trainer import Trainer
+
+        if self.resume is not None:
+            trainer = Trainer(read_config(self.resume), self.resume, resume=True)
+        else:
+            config = TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)})
+            trainer = Trainer(config, self.out)
+        trainer.run()
+        console.print(
+            f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False
+        )
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Compare policies on hosts that none of them was trained on, the same for each."""
+
+    task: str = "digits_blind"
+    """Task whose hosts they grow."""
+    policies: str = "heuristic,random,random-commit,wait"
+    """Separated by commas: wait, random, random-commit, heuristic, heuristic:FILE, schedule:FILE, or a run folder;
+    runs of one configuration, one per training seed, are joined by +."""
+    hosts: int = 64
+    """Hosts that each policy grows; their controls come on top."""
+    seed: int = 7
+    """Which hosts."""
+    json: Path | None = None
+    """Write everything here."""
+    final: bool = False
+    """Take hosts of the final range and score them on test images: once, at the very end."""
+    device: str = "cpu"
+    data_dir: Path | None = None
+    """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""
+
+    def run(self, console: Console) -> None:
+        """Print a table of policies and one of differences."""
+        import json as json_module
+
+        import torch
+
+        from esper.simic.training.comparison import run_comparison
+
+        torch.set_num_threads(1)
+        found = run_comparison(
+            self.task, self.policies.split(","), self.hosts, self.seed, final=self.final, data_dir=self.data_dir,
+            device=self.device,
+        )  # fmt: skip
+        console.print(_policy_table(found))
+        for compared in found.compared:
+            d = compared.difference
+            console.print(
+                f"{compared.policy} − {compared.against}: {d.mean:+.2f} (95 % {d.low:+.2f} to {d.high:+.2f}, "
+                f"adjusted p {compared.adjusted_p:.3g}, {d.seeds} training seed{'s' if d.seeds > 1 else ''})"
+                + (" superior" if compared.superior else ""),
+                highlight=False,
+            )
+        if self.json is not None:
+            self.json.write_text(json_module.dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+def _policy_table(found: "Comparison") -> Table:
+    table = Table(title=f"{found.task}, {found.hosts} hosts, {'test' if found.final else 'validation'} images")
+    for column in ("policy", "objective", "accuracy %", "added parameters", "commits"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for name, results in found.policies.items():
+        objective, accuracy, added = (
+            statistics.fmean(value for result in results for value in getattr(result, part))
+            for part in ("objective", "accuracy", "added_params")
+        )
+        commits = statistics.fmean(len(commit) for result in results for commit in result.commits)
+        table.add_row(name, f"{objective:+.2f}", f"{accuracy:.1f}", f"{added:.0f}", f"{commits:.2f}")
+    return table
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `esper`. A mistake of the user's ends in one line and exit code 2, not in a traceback."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"tasks": TasksCommand}, prog="esper", description="Grow a neural network while it trains.", args=arguments
+        {"tasks": TasksCommand, "train": TrainCommand, "evaluate": EvaluateCommand},
+        prog="esper",
+        description="Grow a neural network while it trains.",
+        args=arguments,
     )
     try:
         command.run(Console())

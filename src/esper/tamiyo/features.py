@@ -75,13 +75,19 @@ HOST: Columns[HostView] = {
     "last_succeeded": lambda host: host.last_succeeded,
 }
 
+# A seed that was germinated trains before anyone looks again: that stage is never seen.
+_STAGES: dict[str, Callable[[SlotView], Tensor]] = _one_hot(
+    "stage", [stage.name.lower() for stage in SeedStage], lambda slot: slot.stage
+)
+del _STAGES["stage.germinated"]
+
 SLOT: Columns[SlotView] = {
     "width": lambda slot: _logged(slot.width),
     "depth": lambda slot: _bounded(slot.depth),
     "rms": lambda slot: _logged(slot.rms),
     "rank": lambda slot: _bounded(slot.rank),
     "gradient": lambda slot: _bounded(slot.gradient),
-    **_one_hot("stage", [stage.name.lower() for stage in SeedStage], lambda slot: slot.stage),
+    **_STAGES,
     "alpha": lambda slot: _bounded(slot.alpha),
     "alpha_target": lambda slot: _bounded(slot.alpha_target),
     "ramping": lambda slot: slot.ramping,

@@ -142,6 +142,7 @@ class HostFleet(Lifecycles):
         self.begin()
         self._leave_headroom()
         self.step_index, self._plan = 0, None
+        self.losses = torch.full((self.n,), float("nan"))
         self.governor.reset()
         self.snapshots.take()
 
@@ -233,10 +234,10 @@ class HostFleet(Lifecycles):
                     norm = norms[slot_id, str(state.blueprint)][env]
                     states[slot_id] = lifecycle.record_gradient(state, norm)
 
-    def validate(self) -> FleetComparison:
+    def validate(self, *, deployed: bool = True) -> FleetComparison:
         """Main rows, auditions and contributions on the validation set; noted in the seeds' states."""
         with memory_guard(self, "validating"):
-            return measure(self, self._pass_needs())
+            return measure(self, self._pass_needs(), deployed=deployed)
 
     def validate_committed(self, *, final: bool = False) -> list[RowScore]:
         """Every host with its fossils alone, as it will be hardened. `final` reads the test images instead."""
@@ -350,6 +351,9 @@ class HostFleet(Lifecycles):
                 self.banks[key] = Bank(
                     self.slots[slot_id], blueprint, members, config, device=self.device, dtype=self.dtype
                 )
+            # In one order, whenever they were born: sums over banks must not depend on what earlier episodes grew.
+            order = list(self.slots)
+            self.banks = dict(sorted(self.banks.items(), key=lambda item: (order.index(item[0][0]), item[0][1])))
         return self.banks[key]
 
     @torch.no_grad()

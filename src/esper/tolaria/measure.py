@@ -23,8 +23,11 @@ class FleetComparison(NamedTuple):
     contributions: dict[tuple[int, str], Difference]
 
 
-def measure(fleet: "HostFleet", needs: PassNeeds) -> FleetComparison:
-    """Audition every TRAINING seed and silence every acting one; notes what was found in their states."""
+def measure(fleet: "HostFleet", needs: PassNeeds, *, deployed: bool = True) -> FleetComparison:
+    """Audition every TRAINING seed and silence every acting one; notes what was found in their states.
+
+    Without `deployed` the pass with running statistics, which nothing but a report needs, is left out.
+    """
     samples, calibration = needs.samples, needs.calibration
     _ = fleet.plan  # settles the banks
     everyone = range(len(fleet.host.weights))
@@ -34,7 +37,8 @@ def measure(fleet: "HostFleet", needs: PassNeeds) -> FleetComparison:
         scores = score_rows(fleet, rows, samples, calibration, chunk=part.chunk)
         main, extras = scores[: len(part.envs)], scores[len(part.envs) :]
         found.main.extend(main)
-        found.deployed.extend(score_rows(fleet, deployed_rows(fleet, part.envs), samples, None, chunk=part.chunk))
+        if deployed:
+            found.deployed.extend(score_rows(fleet, deployed_rows(fleet, part.envs), samples, None, chunk=part.chunk))
         for (env, slot_id), row in zip(whose, extras, strict=True):
             _note(fleet, found, env, slot_id, row)
     return found._replace(main=found.main[: fleet.n], deployed=found.deployed[: fleet.n])

@@ -73,7 +73,7 @@ class EpisodeRunner:
         self.slots = fleet.task.slot_config
         self.table = growth_table(preset, self.slots)
         self.layout: ObservationLayout = growth_layout(self.slots, sensing=sensing)
-        self.observer = Observer(fleet, groups)
+        self.observer = Observer(fleet, groups, gated="blend" in self.table.names)
         self.prober = Prober(fleet)
         self.final = False
         """Whether the end of an episode is scored on test images."""
@@ -89,7 +89,7 @@ class EpisodeRunner:
         fleet, n = self.fleet, self.groups.grown
         fleet.reset(self.groups.spread(seeds))
         self.observer.begin()
-        self.found: FleetComparison = fleet.validate()
+        self.found: FleetComparison = fleet.validate(deployed=False)
         self.sensing: Sensing = self.prober()
         self._last_op, self._last_succeeded = first_actions(n, fleet.device)
         self.potential = torch.zeros(n, device=fleet.device)
@@ -107,10 +107,11 @@ class EpisodeRunner:
         seed_parameters = self._parameters(LIVE_STAGES)
         changes = self._apply(actions)
         fleet.train_step()
-        self.found = fleet.validate()
+        earlier, self.found = self.found, fleet.validate(deployed=False)
         panics = torch.zeros(groups.hosts, dtype=torch.bool)
         for panic in fleet.govern(self.found):
             panics[panic.env] = True
+            self.found.main[panic.env] = earlier.main[panic.env]  # it is again what it was then
         slots = self.observer.slots(self.found, self.sensing)
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
         hardened = None
@@ -120,6 +121,8 @@ class EpisodeRunner:
         if not self.done:
             self.sensing = self.prober()
         live = self._scores(self.found.main)
+        undone = groups.grown_of(panics).to(fleet.device)
+        self._last_succeeded = ~undone
         return StepResult(
             accuracy=live.accuracy,
             control_accuracy=live.control,
@@ -128,7 +131,7 @@ class EpisodeRunner:
             seed_parameters=seed_parameters,
             acting_parameters=acting,
             fossil_parameters=fossil,
-            panics=groups.grown_of(panics).to(fleet.device),
+            panics=undone,
             hardened_accuracy=None if hardened is None else hardened.accuracy,
             hardened_control=None if hardened is None else hardened.control,
             hardened_loss=None if hardened is None else hardened.loss,
@@ -152,7 +155,6 @@ class EpisodeRunner:
                     if state.stage is not old.stage:
                         changes.append((row, StageChange(slot_id, old.stage, state.stage, op.name.lower())))
         self._last_op = actions[:, 0].to(self.fleet.device)
-        self._last_succeeded = torch.ones_like(self._last_op, dtype=torch.bool)
         return changes
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:

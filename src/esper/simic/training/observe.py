@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import SeedState, lifecycle
+from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
 from esper.leyline import LIVE_STAGES, LifecycleOp, SeedStage, SlotSpec
 from esper.simic.training.groups import Groups
@@ -27,7 +28,8 @@ _FIELDS = (
 class Observer:
     """Keeps what signals need from earlier steps of an episode: the last and best accuracy, the best contributions."""
 
-    def __init__(self, fleet: HostFleet, groups: Groups) -> None:
+    def __init__(self, fleet: HostFleet, groups: Groups, *, gated: bool = False) -> None:
+        """`gated`: a seed may come with a gate, which then has to fit into the budget too."""
         self.fleet, self.groups = fleet, groups
         slots = list(fleet.slots.values())
         self.names = fleet.task.slot_config.blueprint_names
@@ -37,7 +39,9 @@ class Observer:
         host, budget = fleet.task.host_parameters, fleet.budget
         costs = [[_cost(slot, name) for name in self.names] for slot in slots]
         self._cost = torch.tensor(costs, device=device).expand(n, -1, -1) / host
+        gates = [float(gate_parameters("gate", slot.width)) if gated else 0.0 for slot in slots]
         self._parameters = torch.tensor(costs, device=device)
+        self._gates = torch.tensor(gates, device=device).unsqueeze(1)
         self._host, self._budget = float(host), float(budget)
         self.begin()
 
@@ -87,7 +91,7 @@ class Observer:
         self._accuracy, self._control = accuracy, control
         slots = self.slots(found, sensing)
         free = (slots.stage == int(SeedStage.DORMANT)).unsqueeze(-1)
-        affordable = self._parameters <= (self._budget - grown)[:, None, None]
+        affordable = self._parameters + self._gates <= (self._budget - grown)[:, None, None]
         offered = self._parameters > 0
         offers = OfferView(groups.grown_of(sensing.offers), free & affordable & offered, self._cost)
         return TrainingSignals(hosts, slots, offers, critic)

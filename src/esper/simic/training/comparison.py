@@ -1,0 +1,156 @@
+"""`esper evaluate`: named policies on the same unseen hosts, paired and crossed."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline.progress import progress_bar
+from esper.leyline.records import Json, decode
+from esper.simic.training.evaluation import AT_ONCE, Result, evaluate
+from esper.simic.training.learned import load_policy
+from esper.simic.training.runs import RunFolder, read_config
+from esper.simic.training.statistics import Difference, compare, holm
+from esper.tamiyo import ActionTable, Policy, growth_layout, growth_table
+from esper.tamiyo.policies import (
+    HeuristicConfig,
+    HeuristicTamiyo,
+    Plan,
+    RandomCommitPolicy,
+    RandomPolicy,
+    SchedulePolicy,
+    WaitPolicy,
+)
+from esper.tolaria import HostFleet, Task, get_task
+
+RULES = ("wait", "random", "random-commit", "heuristic", "schedule")
+CLAIM_SEEDS = 5
+"""Training seeds below which a difference is a report and no claim."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy against another, adjusted for all comparisons of the task."""
+
+    policy: str
+    against: str
+    difference: Difference
+    adjusted_p: float
+    superior: bool
+    """At least five training seeds, Holm-adjusted p below 0.05, and above 0"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that `esper evaluate` found."""
+
+    task: str
+    hosts: int
+    seed: int
+    final: bool
+    policies: dict[str, list[Result]]
+    """By name, one result per training seed; rules have one"""
+    compared: list[Compared]
+
+    def to_json(self) -> dict[str, Json]:
+        """Means over training seeds per host, and each seed beside them."""
+        return {
+            "task": self.task,
+            "hosts": self.hosts,
+            "seed": self.seed,
+            "final": self.final,
+            "policies": {name: _merged(results) for name, results in self.policies.items()},
+            "differences": [asdict(compared) for compared in self.compared],
+        }
+
+
+def _merged(results: list[Result]) -> dict[str, Json]:
+    names = ("objective", "accuracy", "added_params")
+    merged = {name: np.mean([getattr(result, name) for result in results], 0).tolist() for name in names}
+    return {
+        **merged,
+        "control_accuracy": results[0].control_accuracy,
+        "commits": results[0].commits,
+        "by_seed": [asdict(result) for result in results] if len(results) > 1 else [],
+    }
+
+
+def run_comparison(
+    task_name: str,
+    specs: list[str],
+    hosts: int,
+    rng_seed: int,
+    *,
+    final: bool = False,
+    preset: str = "core",
+    data_dir: Path | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+) -> Comparison:
+    """Evaluate policies given by name: a rule, `heuristic:FILE`, `schedule:FILE`, or run folders joined by `+`."""
+    task, heads = get_task(task_name), head_preset(preset)
+    fleet = HostFleet(task, 2 * min(hosts, AT_ONCE), device, data_dir=data_dir)
+    built = {spec: make_policies(spec, task, growth_table(heads, task.slot_config), device) for spec in specs}
+    flat = {(spec, index): policy for spec, made in built.items() for index, policy in enumerate(made)}
+    named = {f"{spec}#{index}": policy for (spec, index), policy in flat.items()}
+    batches = -(-hosts // min(hosts, AT_ONCE))
+    with progress_bar("evaluating", batches * len(named), shown=progress) as advance:
+        found = evaluate(task, named, hosts, rng_seed, heads, final=final, fleet=fleet, advance=advance)
+    results = {spec: [found[f"{spec}#{index}"] for index in range(len(made))] for spec, made in built.items()}
+    return Comparison(task_name, hosts, rng_seed, final, results, compare_all(results))
+
+
+def compare_all(results: dict[str, list[Result]]) -> list[Compared]:
+    """Every learned policy against all others, Holm-adjusted; without one, the first against the rest."""
+    learned = [name for name in results if name.split(":")[0] not in RULES] or list(results)[:1]
+    pairs = [(name, other) for name in learned for other in results if other != name]
+    differences = [
+        compare([result.objective for result in results[name]], [result.objective for result in results[other]])
+        for name, other in pairs
+    ]
+    adjusted = holm([difference.p for difference in differences])
+    return [
+        Compared(name, other, d, p, d.seeds >= CLAIM_SEEDS and p < 0.05 and d.mean > 0)
+        for (name, other), d, p in zip(pairs, differences, adjusted, strict=True)
+    ]
+
+
+def make_policies(spec: str, task: Task, table: ActionTable, device: str = "cpu") -> list[Policy]:
+    """The policies behind one name: one, or one per run folder."""
+    name, _, file = spec.partition(":")
+    slots = task.slot_config
+    if name == "wait":
+        return [WaitPolicy(table)]
+    if name == "random":
+        return [RandomPolicy(table)]
+    if name == "random-commit":
+        return [RandomCommitPolicy(table, task.steps)]
+    if name == "heuristic":
+        config = decode(HeuristicConfig, _read(file), file) if file else HeuristicConfig()
+        return [HeuristicTamiyo(table, slots, config)]
+    if name == "schedule":
+        if not file:
+            raise BadValueError(f"no plan for task {task.name!r} is shipped; give one: schedule:FILE")
+        plan: Plan = decode(Plan, _read(file), file)
+        return [SchedulePolicy(table, slots, plan)]
+    return [_from_run(Path(part), task, table, device) for part in spec.split("+")]
+
+
+def _from_run(path: Path, task: Task, table: ActionTable, device: str) -> Policy:
+    if not path.is_dir():
+        raise UnknownNameError("policy", str(path), (*RULES, "a run folder"))
+    config = read_config(path)
+    last = RunFolder.last_checkpoint(path)
+    if last is None:
+        raise BadValueError(f"{path} has no checkpoint yet: its first round is not complete")
+    layout = growth_layout(task.slot_config, sensing=config.sensing)
+    return load_policy(last, table, layout, device=device)
+
+
+def _read(file: str) -> Json:
+    try:
+        return json.loads(Path(file).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise BadValueError(f"{file} cannot be read as JSON: {error}") from error

@@ -1,0 +1,227 @@
+"""The loop of growth: what is offered works, what is seen is alive, what is paid adds up, what is stopped goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
+
+from esper.leyline import BadValueError, LifecycleOp, derive_seed
+from esper.simic.agent import PPOAgent
+from esper.simic.rewards import RewardConfig
+from esper.simic.training.apply import IllegalActionError, apply_action
+from esper.simic.training.collect import Collector, action_draws
+from esper.simic.training.config import TrainConfig, growth_ppo
+from esper.simic.training.groups import Groups
+from esper.simic.training.learned import LearnedPolicy
+from esper.simic.training.seeds import PURPOSES, host_seed, purpose_of
+from esper.simic.training.trainer import Trainer
+from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, WaitPolicy
+
+
+def config(**changes: object) -> TrainConfig:
+    """A run of a few small rounds."""
+    tiny_task()
+    return replace(TrainConfig(task=NAME, rounds=3, hosts=6, members=2), **changes)  # type: ignore[arg-type]  # by name
+
+
+# -- who begins how ---------------------------------------------------------------------------------------------------
+
+
+def test_groups() -> None:
+    groups = Groups.of(8, 3)
+    assert (groups.count, groups.hosts, groups.grown, groups.envs) == (2, 8, 6, [0, 1, 2, 4, 5, 6])
+    assert groups.spread([5, 9]) == [5, 5, 5, 5, 9, 9, 9, 9]
+    values = torch.arange(8)
+    assert groups.grown_of(values).tolist() == [0, 1, 2, 4, 5, 6]
+    assert groups.control_of(values).tolist() == [3, 3, 3, 7, 7, 7]
+    with pytest.raises(BadValueError, match="no whole number"):
+        Groups.of(9, 3)
+
+
+def test_purposes_never_share_a_host() -> None:
+    """Host seeds of training, tuning, evaluation and final come from disjoint ranges."""
+    seeds = {purpose: {host_seed(purpose, 0, r, g) for r in range(20) for g in range(20)} for purpose in PURPOSES}
+    assert all(len(found) == 400 for found in seeds.values())
+    assert len(set().union(*seeds.values())) == 1600
+    assert all(purpose_of(seed) == purpose for purpose, found in seeds.items() for seed in found)
+
+
+def test_draws_are_a_function_of_seed_round_and_env() -> None:
+    """Invariant 13: how many envs there are changes nothing for one of them."""
+    few, many = action_draws(1, 2, 3, 4, 2), action_draws(1, 2, 5, 4, 2)
+    assert torch.equal(few, many[:, :3])
+    assert not torch.equal(few, action_draws(1, 3, 3, 4, 2))
+
+
+# -- what is offered works --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["core", "full"])
+def test_every_action_that_masks_allow_succeeds(preset: str) -> None:
+    """Invariant 7: random legal actions never meet a refusal, and use every op of the preset."""
+    runner = make_runner(preset=preset)
+    used = set()
+    for rng_seed in range(3):
+        _, actions, _ = play(runner, RandomPolicy(runner.table), rng_seed)
+        used |= {LifecycleOp(op) for step in actions for op in step[:, 0].tolist()}
+    assert used == set(runner.preset.ops)
+
+
+def test_what_masks_forbid_is_refused() -> None:
+    """A policy that does not look at its masks is stopped, with the reason."""
+    runner = make_runner()
+    runner.begin([1, 2, 3])
+    with pytest.raises(IllegalActionError, match="ADVANCE in r1c0"):
+        apply_action(runner.fleet, 0, [int(LifecycleOp.ADVANCE), 0, 0], runner.table, runner.slots)
+
+
+def test_who_waits_has_no_gain() -> None:
+    """Invariant 12: exactly."""
+    runner = make_runner()
+    _, _, results = play(runner, WaitPolicy(runner.table))
+    assert all(float(result.gain.abs().max()) == 0 for result in results)
+    last = results[-1]
+    assert last.hardened_accuracy is not None
+    assert torch.equal(last.hardened_accuracy, last.hardened_control)  # type: ignore[arg-type]  # it is the end
+    assert all(result.hardened_accuracy is None for result in results[:-1])
+
+
+@pytest.mark.parametrize("kind", ["random-commit", "heuristic"])
+def test_rules_run_through_an_episode(kind: str) -> None:
+    runner = make_runner()
+    table = runner.table
+    policy = RandomCommitPolicy(table, 12) if kind == "random-commit" else HeuristicTamiyo(table, runner.slots)
+    _, actions, results = play(runner, policy)
+    if kind == "random-commit":
+        assert float((results[-1].fossil_parameters > 0).float().mean()) > 0
+    assert len(actions) == 12
+
+
+# -- what is seen -----------------------------------------------------------------------------------------------------
+
+
+def test_every_column_lives() -> None:
+    """Invariant 10: the observation is finite, of fixed size, and every column varies over random episodes."""
+    runner = make_runner(4, 3, preset="full")
+    rows = []
+    for rng_seed in range(6):
+        views, _, _ = play(runner, RandomPolicy(runner.table), rng_seed)
+        rows += [view.features for view in views]
+    agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
+    collector = Collector(runner, agent, RewardConfig(), rng_seed=0)
+    collector.collect(0)  # only where rewards are paid there is a potential
+    seen = torch.cat([*rows, collector.raw.flatten(0, 1)])
+    assert bool(seen.isfinite().all())
+    shared = runner.layout.columns()
+    alive = torch.zeros(len(runner.layout.column_names), dtype=torch.bool)
+    for statistic in range(len(alive)):
+        alive[statistic] = bool(varies(seen[:, shared == statistic].flatten().unsqueeze(1)))
+    dead = [name for name, lives in zip(runner.layout.column_names, alive.tolist(), strict=True) if not lives]
+    assert dead == ["last_succeeded"], "an action that is offered succeeds, unless the governor undoes it"
+
+
+def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
+    """Requirement 95, the buffer's half: the transition whose training panicked ends its segment with the penalty."""
+    runner = make_runner()
+    agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
+    collector = Collector(runner, agent, RewardConfig(), rng_seed=4)
+    train, broken = runner.fleet.train_step, 1
+    calls = iter(range(100))
+
+    def faulty() -> torch.Tensor:
+        if next(calls) == 2:
+            runner.fleet.host.weights.matrix.data[broken] = float("nan")
+        return train()
+
+    runner.fleet.train_step = faulty  # type: ignore[method-assign]  # a fault at the third step
+    record = collector.collect(0)
+    assert record.panics == 1
+    ends = collector.buffer.ends[broken]
+    assert ends.nonzero().flatten().tolist() == [2, 11], "later steps are a new segment"
+    assert float(collector.buffer.rewards[broken, 2]) < -5
+    assert float(collector.buffer.rewards[0].min()) > float(collector.buffer.rewards[broken, 2])
+    succeeded = runner.layout.host.index("last_succeeded")
+    seen = collector.raw[:, broken, succeeded]
+    assert seen.tolist() == [1.0, 1.0, 1.0, 0.0, *[1.0] * 8], "the policy is told"
+
+
+def test_the_control_is_the_critics_alone() -> None:
+    """Changing what is known of the control changes no action probability."""
+    runner = make_runner()
+    views, _, _ = play(runner, RandomPolicy(runner.table))
+    agent = PPOAgent(runner.table, runner.layout, growth_ppo())
+    features = views[5].features
+    other = features.clone()
+    other[:, -len(runner.layout.critic) :] += 1.0
+    memory = agent.network.initial_memory(len(features))
+    draws = torch.full((len(features), len(runner.table)), 0.5)
+    one, value, _ = agent.act(features, views[5].masks, memory, uniform=draws)
+    two, changed, _ = agent.act(other, views[5].masks, memory, uniform=draws)
+    assert torch.equal(one.log_probs, two.log_probs)
+    assert not torch.equal(value, changed)
+
+
+# -- what is paid -----------------------------------------------------------------------------------------------------
+
+
+def test_rewards_add_up_to_the_objective() -> None:
+    """With γ = 1 and no panic, an episode's rewards sum to the hardened gain minus the rent of the fossils."""
+    runner = make_runner()
+    agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
+    record = Collector(runner, agent, RewardConfig(), rng_seed=4).collect(0)
+    assert record.panics == 0
+    torch.testing.assert_close(record.rewards.sum(0), record.objective.float(), rtol=1e-4, atol=1e-3)
+    assert float(record.rewards.abs().sum()) > 0
+
+
+def test_gamma_is_one_number() -> None:
+    """Requirement 1: before the first step."""
+    with pytest.raises(BadValueError, match=r"0\.995"):
+        config(reward=RewardConfig(gamma=0.995))
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    """Metrics without what depends on the clock."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "timing"} for row in found]
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    """Bit for bit: metrics, events, weights."""
+    whole = Trainer(config(), tmp_path / "whole")
+    whole.run(progress=False)
+    part = Trainer(config(), tmp_path / "part")
+    with part.folder:
+        part.run_round()
+        part.folder.events.write(kind="stage", half="a round that was never finished")
+    again = Trainer(config(), tmp_path / "part", resume=True)
+    assert again.round == 1
+    again.run(progress=False)
+    assert lines(tmp_path / "part" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
+    assert (tmp_path / "part" / "events.jsonl").read_text() == (tmp_path / "whole" / "events.jsonl").read_text()
+    for mine, other in zip(whole.agent.network.parameters(), again.agent.network.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert [path.name for path in (tmp_path / "part").glob("events.jsonl.tail-*")], "what was cut off is kept aside"
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    Trainer(config(), tmp_path / "run").folder.__exit__(None, None, None)
+    with pytest.raises(BadValueError, match="in use"):
+        Trainer(config(), tmp_path / "run")
+    with pytest.raises(BadValueError, match="no run folder"):
+        Trainer(config(), tmp_path / "nothing", resume=True)
+
+
+def test_a_policy_works_on_hosts_with_other_slots(tmp_path: Path) -> None:
+    """A checkpoint is refused for other heads or columns, never for the number of slots."""
+    runner = make_runner()
+    agent = PPOAgent(runner.table, runner.layout, growth_ppo(), rng_seed=derive_seed(1) % 2**62)
+    policy = LearnedPolicy(agent)
+    _, actions, _ = play(runner, policy)
+    assert actions[0].shape == (6, 3)
