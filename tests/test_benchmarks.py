@@ -16,8 +16,10 @@ from esper.tolaria import gains, get_task
 from esper.tolaria.gains import GAINS_FILE, published_gains
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-LIBRARIES = {"harness.py", "one_seed.py", "random_growth.py"}
-RUN_BELOW = {"audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "governor_alarms.py"}
+LIBRARIES = {"harness.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
+RUN_BELOW = {
+    "audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "governor_alarms.py", "ppo_learning.py", "ppo_update.py"
+}  # fmt: skip
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
 
@@ -68,10 +70,12 @@ def test_help(name: str, tmp_path: Path) -> None:
         ("fleet_throughput", ["--device", "cpu", "--fp32", "--hosts", "4", "--batch", "8", "--minibatches", "1"]),
         ("fleet_vs_loop", ["--hosts", "4", "--repeats", "1"]),
         ("governor_alarms", ["--tasks", "digits_blind", "--hosts", "4", "--steps", "2"]),
+        ("ppo_learning", ["--tasks", "factored", "--seeds", "2", "--episodes", "3", "--shorter", "50"]),
+        ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
     ],
 )
-def test_fleet_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
-    """A fleet of four: one table, one JSON with its machine."""
+def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
+    """At their smallest: one table, one JSON with its machine."""
     repeats = ["--repeats", "1"] if name == "fleet_throughput" else []
     printed = run_script(f"{name}.py", tmp_path, *arguments, *repeats, "--out", str(tmp_path / "out"))
     (path,) = (tmp_path / "out").iterdir()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from simic.training.tiny import NAME, tiny_task
 
 from esper.cli import main
 from esper.tolaria import TaskRegistry, gains, get_task
@@ -126,3 +127,58 @@ def test_arguments_of_the_process(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(sys, "argv", ["esper", "tasks", "digits"])
     main()
     assert capsys.readouterr().out.startswith("digits  ")
+
+
+# -- train and evaluate -----------------------------------------------------------------------------------------------
+
+
+def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A short run, stopped and gone on with, then compared with rules on unseen hosts."""
+    tiny_task()
+    out, figures = tmp_path / "run", tmp_path / "figures.json"
+    arguments = ["train", "--task", NAME, "--rounds", "2", "--hosts", "6", "--members", "2", "--out", str(out)]
+    assert "2 of 2 rounds" in lines_of(capsys, *arguments)[-1]
+    assert {path.name for path in out.iterdir()} == {"config.json", "events.jsonl", "metrics.jsonl", "checkpoints"}
+    assert json.loads((out / "config.json").read_text())["config"]["hosts"] == 6
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in metrics] == [0, 1]
+    assert "2 of 2 rounds" in lines_of(capsys, "train", "--resume", str(out))[-1]
+    policies = f"{out},random,random-commit,heuristic,wait"
+    printed = lines_of(
+        capsys, "evaluate", "--task", NAME, "--policies", policies, "--hosts", "3", "--json", str(figures)
+    )
+    assert any("1 training seed)" in line for line in printed)
+    found = json.loads(figures.read_text())
+    assert list(found["policies"]) == policies.split(",")
+    assert found["policies"]["wait"]["objective"] == [0.0] * 3
+    assert all(len(policy["added_params"]) == 3 for policy in found["policies"].values())
+    assert [entry["against"] for entry in found["differences"]] == ["random", "random-commit", "heuristic", "wait"]
+    assert not any(entry["superior"] for entry in found["differences"]), "one seed is no claim"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--task", "nonsense"], "unknown task 'nonsense'"),
+        (["train", "--hosts", "7"], "7 hosts are no whole number of groups"),
+        (["train", "--resume", "nowhere"], "no run folder"),
+        (["evaluate", "--policies", "nonsense"], "unknown policy 'nonsense'"),
+        (["evaluate", "--policies", "schedule"], "no plan for task 'digits_blind' is shipped"),
+        (["evaluate", "--policies", "heuristic:nowhere.json"], "cannot be read as JSON"),
+        (["evaluate", "--task", "nonsense"], "unknown task 'nonsense'"),
+    ],
+)
+def test_mistakes_are_named(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line and exit code 2; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -91,3 +91,32 @@ def test_what_the_example_promises() -> None:
         accuracies.append(example.test_accuracy(trainer.model.harden(), trainer))
         assert trainer.model.grown_parameter_count <= 800
     assert statistics.median(accuracies) >= 70, accuracies
+
+
+# -- memory_cartpole --------------------------------------------------------------------------------------------------
+
+
+def run_cartpole(folder: Path, *arguments: str) -> str:
+    """What the example prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "memory_cartpole.py"), "--out", "out", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_pole_without_velocities(tmp_path: Path) -> None:
+    """A short training, saved and loaded again."""
+    printed = run_cartpole(tmp_path, "--steps", "2048", "--episodes", "3")
+    assert re.search(r"memory on: mean return \d+\.\d over 3 episodes", printed)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["agent.json", "agent.safetensors"]
+
+
+@pytest.mark.slow
+def test_memory_balances_the_pole(tmp_path: Path) -> None:
+    """At full length: with memory nearly the best return, without it nowhere near."""
+    for flag, low, high in (("", 450, 500), ("--no-memory", 0, 150)):
+        printed = run_cartpole(tmp_path, *([flag] if flag else []))
+        mean = re.search(r"mean return (\d+\.\d)", printed)
+        assert mean is not None
+        assert low <= float(mean[1]) <= high

@@ -12,7 +12,7 @@ from rollouts import HIDDEN, SIZE, TABLE, fill, make_buffer, make_step
 from torch import Tensor
 
 from esper.leyline import BadValueError
-from esper.simic.agent.rollout import STRETCH, _stretches
+from esper.simic.agent import rollout
 from esper.tamiyo import FactoredRecurrentActorCritic, NetworkConfig, vector_layout
 from esper.tamiyo.network import Memory, Stretches
 
@@ -77,20 +77,25 @@ def test_rows_without_steps() -> None:
 # -- unrolling --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_places_in_blocks(lengths: list[int]) -> None:
-    """Different ones, inside the blocks, in packed order where nothing is padded; blocks shrink, none is wasted."""
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.sampled_from([0, 5, 40, 1000]))
+def test_places_in_blocks(lengths: list[int], allowed: int) -> None:
+    """Different ones, inside the blocks, in packed order where nothing is padded; no block is padded by more cells than
+    another one would cost."""
     sorted_lengths = np.array(sorted(lengths, reverse=True))
     inside = np.arange(sorted_lengths[0])[:, None] < sorted_lengths
-    blocks, place = _stretches(sorted_lengths, inside)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "BLOCK_CELLS", allowed)
+        blocks, place = rollout._stretches(sorted_lengths, inside)
     total = sum(size * span for size, span in blocks)
     assert len(set(place.tolist())) == len(place) == sum(lengths)
     assert place.min() == 0 and place.max() < total
     assert total > len(place) or place.tolist() == list(range(total))
     assert blocks[0][0] == len(lengths) and all(one[0] > other[0] for one, other in pairwise(blocks))
     assert sum(span for _, span in blocks) == max(lengths)
-    # each is padded to a multiple of 8, but not beyond the longest
-    assert total == sum(min(-(-length // STRETCH) * STRETCH, max(lengths)) for length in lengths)
+    begin = 0
+    for size, span in blocks:
+        assert size * span - inside[begin : begin + span].sum() <= allowed
+        begin += span
 
 
 NETWORK = FactoredRecurrentActorCritic(TABLE, vector_layout(SIZE), NetworkConfig(encoder=4, hidden=HIDDEN, head=4))

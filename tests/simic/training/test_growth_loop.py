@@ -8,17 +8,20 @@ import pytest
 import torch
 from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
-from esper.leyline import BadValueError, LifecycleOp, derive_seed
+from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.apply import IllegalActionError, apply_action
 from esper.simic.training.collect import Collector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
+from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.evaluation import run_policy
 from esper.simic.training.groups import Groups
 from esper.simic.training.learned import LearnedPolicy
 from esper.simic.training.seeds import PURPOSES, host_seed, purpose_of
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, WaitPolicy
+from esper.tolaria import HostFleet, get_task
 
 
 def config(**changes: object) -> TrainConfig:
@@ -98,6 +101,20 @@ def test_rules_run_through_an_episode(kind: str) -> None:
     if kind == "random-commit":
         assert float((results[-1].fossil_parameters > 0).float().mean()) > 0
     assert len(actions) == 12
+
+
+def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
+    """In at least a fifth of its episodes, before any learning."""
+    tiny_task()
+    fast = replace(get_task("digits_blind"), batches_per_step=1, batch=8, calibration_size=16, validation_size=100)
+    groups = Groups(30, 1)
+    runner = EpisodeRunner(HostFleet(fast, groups.hosts), groups, head_preset("core"))
+    committed = []
+    for rng_seed in range(2):
+        agent = PPOAgent(runner.table, runner.layout, config().agent_config(fast), rng_seed=rng_seed)
+        seeds, draws = list(range(30)), action_draws(rng_seed, 0, 30, fast.steps, len(runner.table))
+        committed += (run_policy(runner, LearnedPolicy(agent), seeds, draws).added > 0).tolist()
+    assert sum(committed) / len(committed) >= 0.2
 
 
 # -- what is seen -----------------------------------------------------------------------------------------------------

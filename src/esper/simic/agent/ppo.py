@@ -191,11 +191,13 @@ class PPOAgent:
         self._set_rate()
         record = UpdateRecord(self.table.names)
         halted = ~reference.accepted
+        parts: list[Part] = []
         for epoch in range(self.config.epochs):
             if epoch and len(batches) > 1:
                 batches = self._partition(buffer, sequences)
             for minibatch in batches:
-                parts = [lesson.part(batch) for batch in minibatch]
+                if not epoch or len(batches) > 1:  # a round in one minibatch is gathered once
+                    parts = [lesson.part(batch) for batch in minibatch]
                 halted = self._learn(lesson, parts, halted, record)
             record.epochs += 1
             if bool(halted):  # host sync: once per epoch

@@ -20,7 +20,9 @@ from esper.tamiyo.heads import ActionTable, Masks
 from esper.tamiyo.network import Memory, Stretches
 
 Array = NDArray[np.int64]
-STRETCH = 8
+BLOCK_CELLS = 140
+"""Cells of padding that cost as much as one more block: 0.32 ms against 2.3 µs each (LSTM 64, forward and backward, one
+CPU thread)."""
 
 
 class Step(NamedTuple):
@@ -198,6 +200,8 @@ class TamiyoRolloutBuffer:
 
 def _check(name: str, given: Tensor, own: Tensor, shape: Sequence[int]) -> None:
     """Raise unless `own` can keep what is given as it is: of this shape, on its device, of a kind that it holds."""
+    if given.dtype is own.dtype and given.device == own.device and given.shape == shape:
+        return
     if given.shape != torch.Size(shape) or given.device != own.device or not torch.can_cast(given.dtype, own.dtype):
         raise BadValueError(
             f"{name}: {given.dtype} of shape {tuple(given.shape)} on {given.device}; "
@@ -208,25 +212,24 @@ def _check(name: str, given: Tensor, own: Tensor, shape: Sequence[int]) -> None:
 def _stretches(lengths: Array, inside: NDArray[np.bool_]) -> tuple[tuple[tuple[int, int], ...], Array]:
     """Blocks for sequences of these lengths, in falling order, and the place of each step in them.
 
-    Lengths are rounded up to a multiple of 8: fewer and longer calls of the LSTM for a little padding.
+    A block is one call of the LSTM, which costs as much as some cells of padding: sequences that have ended are
+    carried along until a block of fewer is cheaper.
     """
     longest = int(lengths[0])
-    rounded = np.minimum(-(-lengths // STRETCH) * STRETCH, longest)
-    begins = np.arange(0, longest, STRETCH)
-    sizes = (rounded[None, :] > begins[:, None]).sum(1)
-    times = np.minimum(begins + STRETCH, longest) - begins
-    offsets = np.concatenate([[0], np.cumsum(sizes * times)[:-1]])
-    time, sequence = np.nonzero(inside)
-    block = time // STRETCH
-    place = offsets[block] + (time - begins[block]) * sizes[block] + sequence
-    # Neighbours of equal size are one block: their steps follow each other.
-    merged: list[tuple[int, int]] = []
-    for size, span in zip(sizes.tolist(), times.tolist(), strict=True):
-        if merged and merged[-1][0] == size:
-            merged[-1] = size, merged[-1][1] + span
-        else:
-            merged.append((size, span))
-    return tuple(merged), place
+    running = inside.sum(1)  # sequences at each time
+    blocks: list[tuple[int, int]] = []
+    begin = padding = 0
+    for time in range(1, longest):
+        padding += int(running[begin] - running[time])
+        if padding > BLOCK_CELLS:
+            blocks.append((int(running[begin]), time - begin))
+            begin, padding = time, 0
+    blocks.append((int(running[begin]), longest - begin))
+    sizes, times = np.array(blocks).T
+    begins, offsets = (np.concatenate([[0], np.cumsum(part)[:-1]]) for part in (times, sizes * times))
+    time_of, sequence = np.nonzero(inside)
+    block = np.searchsorted(begins, time_of, side="right") - 1
+    return tuple(blocks), offsets[block] + (time_of - begins[block]) * sizes[block] + sequence
 
 
 class Sequences(NamedTuple):

@@ -23,6 +23,7 @@ class ObservationNormalizer:
         count = int(columns.max()) + 1 if len(columns) else 0
         self.statistics = RunningMeanStd(count, mode, device=device)
         self.frozen = False
+        self._moments: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, observations: Tensor) -> None:
         """Take in observations (n, size); after `freeze` nothing happens."""
@@ -38,7 +39,11 @@ class ObservationNormalizer:
 
     def __call__(self, observations: Tensor) -> Tensor:
         """(…, size) → the same, centred, scaled and clipped, in float32."""
-        mean, std = (value.float()[self.columns] for value in (self.statistics.mean, self.statistics.std))
+        if self._moments is None or self._moments[0] is not self.statistics.mean:
+            # Statistics replace their tensors when they change, so the same object means the same numbers.
+            mean, std = (value.float()[self.columns] for value in (self.statistics.mean, self.statistics.std))
+            self._moments = self.statistics.mean, mean, std
+        _, mean, std = self._moments
         return ((observations - mean) / std).clamp(-CLIP, CLIP).float()
 
 

@@ -10,8 +10,9 @@ from esper.simic.rewards import RewardConfig
 from esper.tamiyo import NetworkConfig
 from esper.tolaria import Task, get_task
 
-WAIT_BIAS = 2.5
-"""On the logit of WAIT at birth: leaner plans from the start."""
+WAIT_BIAS = 1.0
+"""On the logit of WAIT at birth: leaner plans from the start. With 2.5 an untrained policy commits a seed in 1 % of its
+episodes, with 1.5 in 21 %, with 1 in 32 % (72 episodes each): without commits there is nothing to learn from."""
 
 
 def growth_ppo() -> PPOConfig:

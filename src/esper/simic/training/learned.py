@@ -6,6 +6,7 @@ from torch import Tensor
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
+from esper.simic.training.runs import Progress
 from esper.tamiyo import ActionTable, ObservationLayout
 from esper.tamiyo.network import Memory
 from esper.tamiyo.policy import View
@@ -36,8 +37,8 @@ class LearnedPolicy:
 def load_policy(
     folder: Path, table: ActionTable, layout: ObservationLayout, *, greedy: bool = False, device: str = "cpu"
 ) -> LearnedPolicy:
-    """The policy of a checkpoint, for hosts with these heads and columns; it may have been trained on other slots."""
-    agent, _ = load_agent(folder, device=device)
+    """The policy of a run's checkpoint, for hosts with these heads and columns; its own hosts may have had other slots."""
+    agent, _ = load_agent(folder, {"progress": Progress}, device=device)
     if _columns(agent.layout) != _columns(layout):
         raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
     if _heads(agent.table) != _heads(table):
