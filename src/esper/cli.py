@@ -3,21 +3,23 @@
 import statistics
 import sys
 from dataclasses import dataclass, fields
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from esper.leyline import EsperError
+from esper.simic.training.comparison import Comparison, run_comparison
 from esper.simic.training.config import TrainConfig
+from esper.simic.training.runs import read_config
+from esper.simic.training.trainer import Trainer
 from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.data import is_present
 from esper.tolaria.gains import HostGains, published_gains
-
-if TYPE_CHECKING:
-    from esper.simic.training.comparison import Comparison
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,6 @@ class TrainCommand(TrainConfig):
 
     def run(self, console: Console) -> None:
         """Train, with a progress bar; Ctrl-C ends after the last complete round."""
-        from esper.simic.training.runs import read_config
-        from esper.simic.training.trainer import Trainer
-
         if self.resume is not None:
             trainer = Trainer(read_config(self.resume), self.resume, resume=True)
         else:
@@ -127,12 +126,6 @@ class EvaluateCommand:
 
     def run(self, console: Console) -> None:
         """Print a table of policies and one of differences."""
-        import json as json_module
-
-        import torch
-
-        from esper.simic.training.comparison import run_comparison
-
         torch.set_num_threads(1)
         found = run_comparison(
             self.task, self.policies.split(","), self.hosts, self.seed, final=self.final, data_dir=self.data_dir,
@@ -148,10 +141,10 @@ class EvaluateCommand:
                 highlight=False,
             )
         if self.json is not None:
-            self.json.write_text(json_module.dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
+            self.json.write_text(dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
 
 
-def _policy_table(found: "Comparison") -> Table:
+def _policy_table(found: Comparison) -> Table:
     table = Table(title=f"{found.task}, {found.hosts} hosts, {'test' if found.final else 'validation'} images")
     for column in ("policy", "objective", "accuracy %", "added parameters", "commits"):
         table.add_column(column, justify="left" if column == "policy" else "right")

@@ -38,8 +38,6 @@ class TrainConfig:
     """Heads and ops of the controller: core or full."""
     sensing: bool = True
     """Whether the controller sees what can be sensed at empty slots."""
-    critic_sees_control: bool = True
-    """Whether the critic is told of the control's accuracy and of the potential."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
     device: str = "cpu"

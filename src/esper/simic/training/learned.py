@@ -37,7 +37,7 @@ class LearnedPolicy:
 def load_policy(
     folder: Path, table: ActionTable, layout: ObservationLayout, *, greedy: bool = False, device: str = "cpu"
 ) -> LearnedPolicy:
-    """The policy of a run's checkpoint, for hosts with these heads and columns; its own hosts may have had other slots."""
+    """The policy of a run's checkpoint, for hosts with these heads and columns; their slots may be others."""
     agent, _ = load_agent(folder, {"progress": Progress}, device=device)
     if _columns(agent.layout) != _columns(layout):
         raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
