@@ -1,0 +1,53 @@
+"""The log of a run: in order, whole lines, and cut back to where a checkpoint was."""
+
+from pathlib import Path
+
+import pytest
+
+from esper.leyline import BadValueError
+from esper.nissa import JsonLines, read_lines
+
+
+def test_lines_come_back_in_order(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "log.jsonl") as log:
+        log.write(kind="stage", round=0)
+        size = log.flush()
+        log.write(kind="episode", gain=1.5, slot=None)
+    assert list(read_lines(tmp_path / "log.jsonl")) == [
+        {"kind": "stage", "round": 0},
+        {"kind": "episode", "gain": 1.5, "slot": None},
+    ]
+    assert 0 < size < (tmp_path / "log.jsonl").stat().st_size
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a":1}\n{"b":')
+    assert list(read_lines(path)) == [{"a": 1}]
+
+
+def test_damage_inside_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a":1}\nnonsense\n{"b":2}\n')
+    with pytest.raises(BadValueError, match="line 2"):
+        list(read_lines(path))
+
+
+def test_what_lies_behind_a_checkpoint_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with JsonLines(path) as log:
+        log.write(round=0)
+        offset = log.flush()
+        log.write(round=1)
+    with JsonLines(path, offset) as log:
+        log.write(round="again")
+    assert list(read_lines(path)) == [{"round": 0}, {"round": "again"}]
+    assert list(read_lines(tmp_path / f"log.jsonl.tail-{offset}")) == [{"round": 1}]
+    with pytest.raises(BadValueError, match="bytes"):
+        JsonLines(path, 10_000)
+
+
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "log.jsonl") as log, pytest.raises(BadValueError, match="nan"):
+        log.write(loss=float("nan"))
+    assert (tmp_path / "log.jsonl").read_text() == ""

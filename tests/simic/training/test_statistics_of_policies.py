@@ -1,0 +1,67 @@
+"""Paired differences: intervals, p-values, Holm's adjustment."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from esper.simic.training.comparison import compare_all
+from esper.simic.training.evaluation import Result
+from esper.simic.training.statistics import compare, holm
+
+
+def result(objective: list[float]) -> Result:
+    """One policy on some hosts."""
+    n = len(objective)
+    return Result(objective, [50.0] * n, [50.0] * n, [0] * n, [[]] * n)
+
+
+def test_interval_over_training_seeds() -> None:
+    """By hand: per seed the mean difference over hosts is 1, 2, 3, 4, 5; mean 3, error √2.5/√5 = 0.7071, t = 2.776."""
+    mine = [[1.0 + seed, 1.0 + seed] for seed in range(5)]
+    found = compare(mine, [[0.0, 0.0]])
+    assert found.mean == pytest.approx(3.0)
+    assert (found.low, found.high) == pytest.approx((3 - 2.776 * math.sqrt(0.5), 3 + 2.776 * math.sqrt(0.5)), rel=1e-3)
+    assert found.seeds == 5
+    assert found.bootstrap_low < 3.0 < found.bootstrap_high
+
+
+def test_p_values_are_students() -> None:
+    """Against scipy's."""
+    dice = np.random.default_rng(0)
+    for seeds in (2, 3, 5, 12, 40):
+        gaps = dice.normal(0.4, 1.0, (seeds, 7))
+        found = compare(gaps.tolist(), [[0.0] * 7])
+        wanted = stats.ttest_1samp(gaps.mean(1), 0.0)
+        assert found.p == pytest.approx(float(wanted.pvalue), rel=1e-4, abs=1e-7)
+
+
+def test_hosts_are_paired() -> None:
+    """What is common to both policies on a host cancels."""
+    hosts = np.random.default_rng(1).normal(0, 30, 50)
+    found = compare([(hosts + 1).tolist()], [hosts.tolist()])
+    assert found.mean == pytest.approx(1.0)
+    assert found.high - found.low < 1e-9
+
+
+def test_seeds_are_crossed_with_a_rule_that_has_none() -> None:
+    """Each training seed is compared with the rule on the same hosts."""
+    found = compare([[3.0, 5.0], [7.0, 9.0]], [[1.0, 1.0]])
+    assert found.mean == pytest.approx(5.0)
+
+
+def test_holm() -> None:
+    """By hand: 0.01 × 3, then 0.02 × 2 = 0.04, then 0.9; never below an earlier one."""
+    assert holm([0.02, 0.9, 0.01]) == pytest.approx([0.04, 0.9, 0.03])
+    assert holm([0.01, 0.011, 0.012]) == pytest.approx([0.03, 0.03, 0.03])
+    assert holm([]) == []
+
+
+def test_a_claim_needs_five_seeds() -> None:
+    """Large and certain, but from four seeds: a report."""
+    for seeds, superior in ((4, False), (5, True)):
+        runs = [result([10.0 + 0.1 * seed, 11.0]) for seed in range(seeds)]
+        (found,) = compare_all({"runs/a+runs/b": runs, "wait": [result([0.0, 0.0])]})
+        assert (found.policy, found.against, found.superior) == ("runs/a+runs/b", "wait", superior)
+        assert found.adjusted_p < 0.05
