@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.kasmina import BlueprintRegistry
+from esper.kasmina import BlueprintRegistry, Host
 from esper.kasmina.layers import Scale
 from esper.leyline import derive_seed
 from esper.tolaria import HostFleet, get_task
@@ -68,6 +68,7 @@ def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
     norms = []
     for env in range(3):
         host = fleet.extract(env).host
+        assert isinstance(host, Host)
         rng_seed = derive_seed("probe", slot_id, blueprint)
         seed = BlueprintRegistry.build(
             slot.topology, blueprint, slot.width, resolution=slot.resolution, rng_seed=rng_seed

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,25 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None
     for mine, other in zip(whole.agent.network.parameters(), again.agent.network.parameters(), strict=True):
         assert torch.equal(mine, other)
     assert [path.name for path in (tmp_path / "part").glob("events.jsonl.tail-*")], "what was cut off is kept aside"
+
+
+def test_the_log_tells_every_life(tmp_path: Path) -> None:
+    """Each seed's stages in order, under one blueprint; and an episode per grown env and round."""
+    trainer = Trainer(config(rounds=1, hosts=18), tmp_path / "run")
+    trainer.run(progress=False)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert sum(event["kind"] == "episode" for event in events) == 12
+    lives: dict[tuple[int, str], list[dict[str, str]]] = {}
+    for event in events:
+        if event["kind"] == "stage":
+            lives.setdefault((event["env"], event["slot"]), []).append(event)
+    assert lives
+    for life in lives.values():
+        assert life[0]["source"] == "DORMANT"
+        assert all(one["target"] == other["source"] for one, other in pairwise(life))
+        for one, other in pairwise(life):
+            if other["cause"] != "germinate" and other["source"] not in ("PRUNED", "EMBARGOED", "RESETTING"):
+                assert one["blueprint"] == other["blueprint"] is not None
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import StageChange, derive_seed
+from esper.leyline import derive_seed
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.episode import EpisodeRunner, StepResult
+from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
 from esper.simic.training.rewarding import reward_step
 from esper.simic.training.seeds import host_seed
 
@@ -34,8 +34,8 @@ class RoundRecord(NamedTuple):
     accuracies: Tensor
     """(steps, n): of the growing hosts"""
     control_accuracies: Tensor
-    changes: list[tuple[int, int, StageChange]]
-    """(step, env, change)"""
+    changes: list[tuple[int, SeedChange]]
+    """(step, change)"""
 
 
 def action_draws(rng_seed: int, round_index: int, envs: int, steps: int, heads: int) -> Tensor:
@@ -67,7 +67,7 @@ class Collector:
         self.buffer.begin(memory, epsilon)
         results: list[StepResult] = []
         parts: list[dict[str, Tensor]] = []
-        changes: list[tuple[int, int, StageChange]] = []
+        changes: list[tuple[int, SeedChange]] = []
         for step in range(steps):
             view = runner.view()
             self.raw[step] = view.features
@@ -93,14 +93,14 @@ class Collector:
             memory = (memory[0].where(~ends[:, None], 0.0), memory[1].where(~ends[:, None], 0.0))
             results.append(result)
             parts.append(dict(rewarded.breakdown.parts))
-            changes += [(step, env, change) for env, change in result.changes]
+            changes += [(step, change) for change in result.changes]
         if agent.progress >= agent.config.freeze_after:
             agent.observations.freeze()
         agent.observations.update(self.raw.flatten(0, 1))
         return self._record(results, parts, changes)
 
     def _record(
-        self, results: list[StepResult], parts: list[dict[str, Tensor]], changes: list[tuple[int, int, StageChange]]
+        self, results: list[StepResult], parts: list[dict[str, Tensor]], changes: list[tuple[int, SeedChange]]
     ) -> RoundRecord:
         last = results[-1]
         assert last.hardened_accuracy is not None

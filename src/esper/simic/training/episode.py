@@ -14,7 +14,7 @@ from torch import Tensor
 
 from esper.kasmina import lifecycle
 from esper.kasmina.compare import RowScore
-from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, HeadPreset, LifecycleOp, SeedStage, StageChange
+from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, HeadPreset, SeedStage, StageChange
 from esper.simic.training.apply import apply_action
 from esper.simic.training.groups import Groups
 from esper.simic.training.observe import Observer, accuracy_of, first_actions, loss_of
@@ -26,6 +26,14 @@ from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
 from esper.tolaria.measure import FleetComparison
 from esper.tolaria.probing import Prober, Sensing
+
+
+class SeedChange(NamedTuple):
+    """A seed of a grown env went from one stage to another."""
+
+    env: int
+    change: StageChange
+    blueprint: str | None
 
 
 class StepResult(NamedTuple):
@@ -50,8 +58,7 @@ class StepResult(NamedTuple):
     hardened_control: Tensor | None
     hardened_loss: Tensor | None
     """In units of the random-guess loss"""
-    changes: list[tuple[int, StageChange]]
-    """Stage changes by grown env"""
+    changes: list[SeedChange]
 
     @property
     def gain(self) -> Tensor:
@@ -117,7 +124,12 @@ class EpisodeRunner:
         hardened = None
         if fleet.step_index + 1 >= fleet.task.steps:
             hardened = self._scores(fleet.validate_committed(final=self.final))
-        changes += [(self._number[env], change) for env, change in fleet.tick() if env in self._number]
+        names = self._blueprints()
+        changes += [
+            SeedChange(self._number[env], change, names[self._number[env]][change.slot_id])
+            for env, change in fleet.tick()
+            if env in self._number
+        ]
         if not self.done:
             self.sensing = self.prober()
         live = self._scores(self.found.main)
@@ -143,19 +155,25 @@ class EpisodeRunner:
         percent, losses = accuracy_of(rows), loss_of(rows) / self.fleet.task.random_guess_loss
         return _Scores(self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses))
 
-    def _apply(self, actions: Tensor) -> list[tuple[int, StageChange]]:
+    def _apply(self, actions: Tensor) -> list[SeedChange]:
         """Structure edits. Host sync: one, for the actions."""
         changes = []
-        before = [dict(self.fleet.states[env]) for env in self.groups.envs]
         for row, (env, action) in enumerate(zip(self.groups.envs, actions.tolist(), strict=True)):
+            before = dict(self.fleet.states[env])
             op = apply_action(self.fleet, env, action, self.table, self.slots)
-            if op is not LifecycleOp.WAIT:
-                for slot_id, state in self.fleet.states[env].items():
-                    old = before[row][slot_id]
-                    if state.stage is not old.stage:
-                        changes.append((row, StageChange(slot_id, old.stage, state.stage, op.name.lower())))
+            for slot_id, state in self.fleet.states[env].items():
+                old = before[slot_id]
+                if state.stage is not old.stage:
+                    change = StageChange(slot_id, old.stage, state.stage, op.name.lower())
+                    changes.append(SeedChange(row, change, state.blueprint or old.blueprint))
         self._last_op = actions[:, 0].to(self.fleet.device)
         return changes
+
+    def _blueprints(self) -> list[dict[str, str | None]]:
+        """What grows in every slot of every grown env."""
+        return [
+            {slot_id: state.blueprint for slot_id, state in self.fleet.states[env].items()} for env in self.groups.envs
+        ]
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:
         """Parameters of the seeds in these stages (n, slots)."""

@@ -69,18 +69,17 @@ class Trainer:
 
     def _write(self, record: RoundRecord, metrics: PPOUpdateMetrics, timing: dict[str, float]) -> None:
         events, slots = self.folder.events, self.runner.slots
-        for step, env, change in record.changes:
-            state = self.runner.fleet.states[self.groups.envs[env]][change.slot_id]
+        for step, (env, change, blueprint) in record.changes:
             events.write(
                 kind="stage",
                 round=self.round,
                 step=step,
                 env=env,
                 slot=change.slot_id,
+                blueprint=blueprint,
                 source=change.source.name,
                 target=change.target.name,
                 cause=change.cause,
-                blueprint=state.blueprint if change.target.name != "DORMANT" else None,
             )
         for env in range(self.groups.grown):
             events.write(
