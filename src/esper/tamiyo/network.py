@@ -233,8 +233,8 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def _lstm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of inputs and of the memory, biases likewise."""
-        weights = dict(self.lstm.named_parameters())
-        return weights["weight_ih_l0"], weights["weight_hh_l0"], weights["bias_ih_l0"], weights["bias_hh_l0"]
+        input_weight, memory_weight, input_bias, memory_bias = self.lstm.all_weights[0]
+        return input_weight, memory_weight, input_bias, memory_bias
 
     def unroll(self, trunk: Tensor, stretches: Stretches, memory: Memory) -> Tensor:
         """Whole sequences, longest first, with the memory that each begins with: (steps, encoder) → (steps, hidden)."""
@@ -251,7 +251,8 @@ class FactoredRecurrentActorCritic(nn.Module):
             hidden, state = self.lstm(block.view(time, size, -1), state)
             parts.append(hidden.flatten(0, 1))
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return core if stretches.place is None else core[stretches.place]
+        # Not core[place]: its gradient is scattered one number at a time.
+        return core if stretches.place is None else core.index_select(0, stretches.place)
 
     # -- from core to action and value --------------------------------------------------------------------------------
 
@@ -270,10 +271,12 @@ class FactoredRecurrentActorCritic(nn.Module):
         *,
         uniform: Tensor | None = None,
         actions: Tensor | None = None,
+        measured: bool = True,
     ) -> Decision:
         """Choose by `uniform` draws (n, heads), or evaluate given `actions` (n, heads); neither: the likeliest choices.
 
-        Reads nothing back from the device. An empty mask on the path shows as `choices` 0.
+        Reads nothing back from the device. An empty mask on the path shows as `choices` 0. Unless `measured`, entropies
+        and spreads are left at 0: who only acts does not need them.
         """
         self.table.check_masks(masks, len(core))
         # Choices are added before the ReLU: what a later head makes of the state may depend on them.
@@ -282,6 +285,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         columns: list[tuple[Tensor, ...]] = []
         used: Tensor | None = None
         slot: Tensor | None = None
+        nothing = core.new_zeros(len(core))
         for place, head in enumerate(self.table.heads):
             mask = masks[head.name]
             if head.given is not None:
@@ -303,7 +307,8 @@ class FactoredRecurrentActorCritic(nn.Module):
             log_prob = found.log_prob(choice)
             if matters is not None:
                 log_prob = log_prob.where(matters, 0.0)
-            columns.append((choice, log_prob, found.entropy(), found.counts, found.spread()))
+            entropy, spread = (found.entropy(), found.spread()) if measured else (nothing, nothing)
+            columns.append((choice, log_prob, entropy, found.counts, spread))
             if head.kind == "pointer":
                 slot = choice
             if place + 1 < len(self.table):

@@ -154,7 +154,7 @@ class PPOAgent:
         encoded = self.network.encode(observations)
         core, memory = self.network.step(encoded.trunk, memory)
         draws = None if greedy or uniform is None else uniform.to(self.device)
-        decision = self.network.decide(core, encoded, masks, epsilon, uniform=draws)
+        decision = self.network.decide(core, encoded, masks, epsilon, uniform=draws, measured=False)
         values = self.network.value(core, encoded)
         numbers = torch.cat([observations.flatten(), values, decision.log_probs.flatten()])
         if not bool((decision.choices.amin() > 0) & numbers.isfinite().all()):
