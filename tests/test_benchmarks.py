@@ -18,8 +18,9 @@ from esper.tolaria.gains import GAINS_FILE, published_gains
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LIBRARIES = {"harness.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
 RUN_BELOW = {
-    "audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "governor_alarms.py", "ppo_learning.py", "ppo_update.py"
-}  # fmt: skip
+    *("audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "gain_noise.py", "governor_alarms.py"),
+    *("ppo_learning.py", "ppo_update.py"),
+}
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
 
@@ -71,6 +72,7 @@ def test_help(name: str, tmp_path: Path) -> None:
         ("fleet_vs_loop", ["--hosts", "4", "--repeats", "1"]),
         ("governor_alarms", ["--tasks", "digits_blind", "--hosts", "4", "--steps", "2"]),
         ("ppo_learning", ["--tasks", "factored", "--seeds", "2", "--episodes", "3", "--shorter", "50"]),
+        ("gain_noise", ["--device", "cpu", "--members", "2", "--steps", "1"]),
         ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
     ],
 )
