@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.leyline import EsperError
+from esper.leyline import BadValueError, EsperError
 from esper.simic.training.comparison import Comparison, run_comparison
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.runs import read_config
@@ -118,6 +118,8 @@ class EvaluateCommand:
     """Which hosts."""
     json: Path | None = None
     """Write everything here."""
+    preset: str = "core"
+    """Heads and ops of the policies: core or full, as the runs were trained."""
     final: bool = False
     """Take hosts of the final range and score them on test images: once, at the very end."""
     device: str = "cpu"
@@ -127,8 +129,11 @@ class EvaluateCommand:
     def run(self, console: Console) -> None:
         """Print a table of policies and one of differences."""
         torch.set_num_threads(1)
+        if self.json is not None and not self.json.resolve().parent.is_dir():
+            raise BadValueError(f"{self.json} cannot be written: there is no folder {self.json.parent}")
         found = run_comparison(
-            self.task, self.policies.split(","), self.hosts, self.seed, final=self.final, data_dir=self.data_dir,
+            self.task, [name.strip() for name in self.policies.split(",")], self.hosts, self.seed, final=self.final,
+            preset=self.preset, data_dir=self.data_dir,
             device=self.device,
         )  # fmt: skip
         console.print(_policy_table(found))

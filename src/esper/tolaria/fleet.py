@@ -143,6 +143,7 @@ class HostFleet(Lifecycles):
         self._leave_headroom()
         self.step_index, self._plan = 0, None
         self.losses = torch.full((self.n,), float("nan"))
+        self.rate_scale.fill_(1)
         self.governor.reset()
         self.snapshots.take()
 

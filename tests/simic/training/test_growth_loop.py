@@ -11,7 +11,7 @@ from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent
-from esper.simic.rewards import RewardConfig
+from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.apply import IllegalActionError, apply_action
 from esper.simic.training.collect import Collector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
@@ -68,7 +68,7 @@ def test_every_action_that_masks_allow_succeeds(preset: str) -> None:
     """Invariant 7: random legal actions never meet a refusal, and use every op of the preset."""
     runner = make_runner(preset=preset)
     used = set()
-    for rng_seed in range(3):
+    for rng_seed in range(6):
         _, actions, _ = play(runner, RandomPolicy(runner.table), rng_seed)
         used |= {LifecycleOp(op) for step in actions for op in step[:, 0].tolist()}
     assert used == set(runner.preset.ops)
@@ -197,8 +197,26 @@ def test_rewards_add_up_to_the_objective() -> None:
 
 def test_gamma_is_one_number() -> None:
     """Requirement 1: before the first step."""
-    with pytest.raises(BadValueError, match=r"0\.995"):
+    with pytest.raises(GammaMismatchError, match=r"0\.995"):
         config(reward=RewardConfig(gamma=0.995))
+
+
+def test_a_panic_leaves_nothing_of_the_broken_host_to_see() -> None:
+    """What was measured of a TRAINING seed in a host that blew up is forgotten with it."""
+    runner = make_runner()
+    runner.begin([1, 2, 3])
+    wait = torch.zeros((runner.groups.grown, 3), dtype=torch.long)
+    sow = wait.clone()
+    sow[0] = torch.tensor([int(LifecycleOp.GERMINATE), 0, 2])
+    for actions in (sow, wait, wait):
+        runner.view()
+        runner.step(actions)
+    runner.view()
+    runner.fleet.rate_scale[0] = 1e20
+    result = runner.step(wait)
+    assert result.panics.tolist() == [True, *[False] * 5]
+    assert result.symptoms[0]
+    assert bool(runner.view().features.isfinite().all())
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from scipy import stats
 
 from esper.simic.training.comparison import compare_all
 from esper.simic.training.evaluation import Result
-from esper.simic.training.statistics import compare, holm
+from esper.simic.training.statistics import compare, holm, t_quantile
 
 
 def result(objective: list[float]) -> Result:
@@ -49,6 +49,30 @@ def test_seeds_are_crossed_with_a_rule_that_has_none() -> None:
     """Each training seed is compared with the rule on the same hosts."""
     found = compare([[3.0, 5.0], [7.0, 9.0]], [[1.0, 1.0]])
     assert found.mean == pytest.approx(5.0)
+
+
+def test_two_learned_policies_are_not_paired_by_the_order_of_their_seeds() -> None:
+    """Welch's interval, whatever the numbers of seeds: against scipy's p, and the same for any order."""
+    dice = np.random.default_rng(2)
+    left, right = dice.normal(1, 1, (5, 6)), dice.normal(0, 2, (7, 6))
+    found = compare(left.tolist(), right.tolist())
+    assert found.p == pytest.approx(
+        float(stats.ttest_ind(left.mean(1), right.mean(1), equal_var=False).pvalue), rel=1e-3
+    )
+    other = compare(left[::-1].tolist(), right.tolist())
+    assert (found.mean, found.low, found.high) == pytest.approx((other.mean, other.low, other.high))
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 4, 15, 16, 63])
+def test_quantiles_are_students(freedom: int) -> None:
+    assert t_quantile(freedom) == pytest.approx(float(stats.t.ppf(0.975, freedom)), rel=1e-3)
+
+
+def test_one_run_beside_many_is_no_claim() -> None:
+    """Five seeds of the other do not make up for it."""
+    many = [result([0.0, 0.1 * seed]) for seed in range(5)]
+    (found,) = compare_all({"runs/one": [result([10.0, 10.0])], "a+b+c+d+e": many})
+    assert not found.superior
 
 
 def test_holm() -> None:

@@ -120,8 +120,7 @@ class Learned:
 
 def see(agent: PPOAgent, observations: Tensor) -> Tensor:
     """Raw observations (n, size) as the policy sees them."""
-    moved = observations.to(agent.device, copy=True)
-    return agent.observations(moved) if agent.config.normalise_observations else moved
+    return agent.see(observations.to(agent.device, copy=True))
 
 
 def learn(

@@ -131,6 +131,10 @@ class PPOAgent:
             self.compile("off")
             return work()
 
+    def see(self, raw: Tensor) -> Tensor:
+        """Raw observations (n, size), on the agent's device, as the policy sees them."""
+        return self.observations(raw) if self.config.normalise_observations else raw
+
     # -- acting -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

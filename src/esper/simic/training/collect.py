@@ -10,7 +10,7 @@ from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
 from esper.simic.training.rewarding import reward_step
-from esper.simic.training.seeds import host_seed
+from esper.simic.training.seeds import Purpose, host_seed
 
 
 class RoundRecord(NamedTuple):
@@ -36,11 +36,15 @@ class RoundRecord(NamedTuple):
     control_accuracies: Tensor
     changes: list[tuple[int, SeedChange]]
     """(step, change)"""
+    symptoms: list[tuple[int, int, list[str]]]
+    """(step, env, what the governor saw) of every panic"""
 
 
-def action_draws(rng_seed: int, round_index: int, envs: int, steps: int, heads: int) -> Tensor:
-    """(steps, envs, heads) in [0, 1): each env's own stream, a pure function of (seed, round, env)."""
-    seeds = [derive_seed(rng_seed, "actions", round_index, env) for env in range(envs)]
+def action_draws(
+    rng_seed: int, round_index: int, envs: int, steps: int, heads: int, purpose: Purpose = "training"
+) -> Tensor:
+    """(steps, envs, heads) in [0, 1): each env's own stream, a pure function of (seed, purpose, round, env)."""
+    seeds = [derive_seed(rng_seed, "actions", purpose, round_index, env) for env in range(envs)]
     streams = [torch.rand((steps, heads), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(streams, 1)
 
@@ -71,7 +75,7 @@ class Collector:
         for step in range(steps):
             view = runner.view()
             self.raw[step] = view.features
-            seen = agent.observations(view.features)
+            seen = agent.see(view.features)
             decision, values, memory = agent.act(seen, view.masks, memory, epsilon=epsilon, uniform=draws[step])
             result = runner.step(decision.actions)
             rewarded = reward_step(self.reward, runner, view, decision.actions, result)
@@ -120,4 +124,5 @@ class Collector:
             accuracies=torch.stack([result.accuracy for result in results]),
             control_accuracies=torch.stack([result.control_accuracy for result in results]),
             changes=changes,
+            symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline.numbers import require_whole
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, decode
 from esper.simic.training.evaluation import AT_ONCE, Result, evaluate
@@ -90,6 +91,7 @@ def run_comparison(
     progress: bool = True,
 ) -> Comparison:
     """Evaluate policies given by name: a rule, `heuristic:FILE`, `schedule:FILE`, or run folders joined by `+`."""
+    require_whole("hosts", hosts, 2, remark="; one host has no interval")
     task, heads = get_task(task_name), head_preset(preset)
     fleet = HostFleet(task, 2 * min(hosts, AT_ONCE), device, data_dir=data_dir)
     built = {spec: make_policies(spec, task, growth_table(heads, task.slot_config), device) for spec in specs}
@@ -103,16 +105,27 @@ def run_comparison(
 
 
 def compare_all(results: dict[str, list[Result]]) -> list[Compared]:
-    """Every learned policy against all others, Holm-adjusted; without one, the first against the rest."""
-    learned = [name for name in results if name.split(":")[0] not in RULES] or list(results)[:1]
-    pairs = [(name, other) for name in learned for other in results if other != name]
+    """Every learned policy against all others, Holm-adjusted; without one, the first against the rest.
+
+    A claim needs five training seeds of every learned policy in it.
+    """
+    learned = [name for name in results if name.split(":")[0] not in RULES]
+    firsts = learned or list(results)[:1]
+    pairs = [
+        (name, other) for place, name in enumerate(firsts) for other in results if other not in firsts[: place + 1]
+    ]
     differences = [
         compare([result.objective for result in results[name]], [result.objective for result in results[other]])
         for name, other in pairs
     ]
     adjusted = holm([difference.p for difference in differences])
+
+    def enough(*names: str) -> bool:
+        counts = [len(results[name]) for name in names if name in learned]
+        return bool(counts) and min(counts) >= CLAIM_SEEDS
+
     return [
-        Compared(name, other, d, p, d.seeds >= CLAIM_SEEDS and p < 0.05 and d.mean > 0)
+        Compared(name, other, d, p, enough(name, other) and p < 0.05 and d.mean > 0)
         for (name, other), d, p in zip(pairs, differences, adjusted, strict=True)
     ]
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from esper.leyline import BadValueError, head_preset
+from esper.leyline import head_preset
 from esper.leyline.numbers import require_whole
 from esper.simic.agent import PPOConfig
-from esper.simic.rewards import RewardConfig
+from esper.simic.rewards import RewardConfig, check_gamma
 from esper.tamiyo import NetworkConfig
 from esper.tolaria import Task, get_task
 
@@ -52,10 +52,7 @@ class TrainConfig:
             require_whole(name, getattr(self, name), 1)
         head_preset(self.preset)
         get_task(self.task)
-        if self.reward.gamma != self.ppo.gamma:
-            raise BadValueError(
-                f"the reward's gamma is {self.reward.gamma}, PPO's {self.ppo.gamma}: they must be one; set both"
-            )
+        check_gamma(self.reward.gamma, self.ppo.gamma)
 
     def agent_config(self, task: Task) -> PPOConfig:
         """PPO's settings with what follows from the task: the WAIT bias and the floor of advantages."""

@@ -53,6 +53,8 @@ class StepResult(NamedTuple):
     fossil_parameters: Tensor
     panics: Tensor
     """bool: the env went back to its snapshot"""
+    symptoms: dict[int, list[str]]
+    """Why, by env"""
     hardened_accuracy: Tensor | None
     """With fossils alone; at the end of the episode only"""
     hardened_control: Tensor | None
@@ -115,10 +117,14 @@ class EpisodeRunner:
         changes = self._apply(actions)
         fleet.train_step()
         earlier, self.found = self.found, fleet.validate(deployed=False)
-        panics = torch.zeros(groups.hosts, dtype=torch.bool)
+        panics, stages = torch.zeros(groups.hosts, dtype=torch.bool), self._stages()
+        symptoms: dict[int, list[str]] = {}
         for panic in fleet.govern(self.found):
             panics[panic.env] = True
-            self.found.main[panic.env] = earlier.main[panic.env]  # it is again what it was then
+            if panic.env in self._number:
+                symptoms[self._number[panic.env]] = [symptom.name for symptom in panic.symptoms]
+            self._take_back(panic.env, earlier)
+        changes += self._undone(stages, symptoms)
         slots = self.observer.slots(self.found, self.sensing)
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
         hardened = None
@@ -144,6 +150,7 @@ class EpisodeRunner:
             acting_parameters=acting,
             fossil_parameters=fossil,
             panics=undone,
+            symptoms=symptoms,
             hardened_accuracy=None if hardened is None else hardened.accuracy,
             hardened_control=None if hardened is None else hardened.control,
             hardened_loss=None if hardened is None else hardened.loss,
@@ -154,6 +161,30 @@ class EpisodeRunner:
         """Accuracy of every grown env and of its control in percent, and its relative loss."""
         percent, losses = accuracy_of(rows), loss_of(rows) / self.fleet.task.random_guess_loss
         return _Scores(self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses))
+
+    def _take_back(self, env: int, earlier: FleetComparison) -> None:
+        """A host that went back is again what was measured then, and nothing that was measured since."""
+        self.found.main[env] = earlier.main[env]
+        for now, then in (
+            (self.found.auditions, earlier.auditions),
+            (self.found.contributions, earlier.contributions),
+        ):
+            for key in [key for key in now if key[0] == env]:
+                del now[key]
+            now.update({key: value for key, value in then.items() if key[0] == env})
+
+    def _stages(self) -> list[dict[str, SeedStage]]:
+        return [{slot_id: state.stage for slot_id, state in self.fleet.states[env].items()} for env in self.groups.envs]
+
+    def _undone(self, before: list[dict[str, SeedStage]], symptoms: dict[int, list[str]]) -> list[SeedChange]:
+        """Stage changes that panics took back."""
+        names, after = self._blueprints(), self._stages()
+        return [
+            SeedChange(row, StageChange(slot_id, stage, after[row][slot_id], "panic"), names[row][slot_id])
+            for row in symptoms
+            for slot_id, stage in before[row].items()
+            if stage is not after[row][slot_id]
+        ]
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
         """Structure edits. Host sync: one, for the actions."""

@@ -12,7 +12,8 @@ from esper.leyline.progress import Advance
 from esper.simic.training.collect import action_draws
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.groups import Groups
-from esper.simic.training.seeds import host_seed
+from esper.simic.training.learned import LearnedPolicy
+from esper.simic.training.seeds import Purpose, host_seed
 from esper.tamiyo.policy import Policy
 from esper.tolaria import HostFleet, Task
 
@@ -66,9 +67,10 @@ def evaluate(
     found: dict[str, list[Trajectory]] = {name: [] for name in policies}
     for begin in range(0, hosts, size):
         numbers = [min(index, hosts - 1) for index in range(begin, begin + size)]  # the last batch is filled up
-        seeds = [host_seed("final" if final else "evaluation", rng_seed, number) for number in numbers]
-        draws = torch.stack(
-            [action_draws(rng_seed, number, 1, task.steps, len(runner.table))[:, 0] for number in numbers], 1
+        purpose: Purpose = "final" if final else "evaluation"
+        seeds = [host_seed(purpose, rng_seed, number) for number in numbers]
+        draws = torch.cat(
+            [action_draws(rng_seed, number, 1, task.steps, len(runner.table), purpose) for number in numbers], 1
         )
         for name, policy in policies.items():
             found[name].append(run_policy(runner, policy, seeds, draws))
@@ -85,6 +87,8 @@ def run_policy(runner: EpisodeRunner, policy: Policy, seeds: list[int], draws: T
     for step in range(runner.fleet.task.steps):
         actions, memory = policy.act(runner.view(), memory, draws[step].to(runner.fleet.device))
         result = runner.step(actions)
+        if isinstance(policy, LearnedPolicy):
+            memory = policy.forget(memory, result.panics)
     assert result is not None
     assert result.hardened_accuracy is not None
     assert result.hardened_control is not None

@@ -7,7 +7,7 @@ from torch import Tensor
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
 from esper.simic.training.runs import Progress
-from esper.tamiyo import ActionTable, ObservationLayout
+from esper.tamiyo import ActionTable, ObservationLayout, signals_to_features
 from esper.tamiyo.network import Memory
 from esper.tamiyo.policy import View
 
@@ -29,9 +29,14 @@ class LearnedPolicy:
 
     def act(self, view: View, memory: Memory, uniform: Tensor) -> tuple[Tensor, Memory]:
         """Actions (n, heads)."""
-        seen = self.agent.observations(view.features)
+        # By its own columns: a policy that was trained without sensing is not shown what others sense.
+        seen = self.agent.see(signals_to_features(view.signals, self.agent.layout))
         decision, _, memory = self.agent.act(seen, view.masks, memory, uniform=uniform, greedy=self.greedy)
         return decision.actions, memory
+
+    def forget(self, memory: Memory, who: Tensor) -> Memory:
+        """Empty the memory of the envs (n,) bool that begin a new segment."""
+        return memory[0].where(~who[:, None], 0.0), memory[1].where(~who[:, None], 0.0)
 
 
 def load_policy(

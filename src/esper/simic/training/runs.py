@@ -41,8 +41,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> Self:
         """A new run; a folder that holds one already is left alone."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
+        cls.check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             content = {"config": encode(config), "git": _git_hash(), "torch": torch.__version__}
@@ -50,6 +49,12 @@ class RunFolder:
         except OSError as error:
             raise BadValueError(f"{path} cannot be written: {error}") from error
         return cls(path, config)
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Raise if there is something at this place."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
 
     @classmethod
     def open(cls, path: Path) -> Self:

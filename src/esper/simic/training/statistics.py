@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from esper.leyline import derive_seed
+from esper.leyline import BadValueError, derive_seed
 
-# Two-sided 97.5 % points of Student's t by degrees of freedom; the normal one beyond the table.
-_T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_NORMAL975 = 1.960
+Array = NDArray[np.float64]
 BOOTSTRAPS = 4000
 
 
@@ -28,51 +27,65 @@ class Difference:
     p: float
     """Two-sided, not adjusted"""
     seeds: int
+    """Training seeds of the policy that has more of them"""
 
 
 def compare(mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], rng_seed: int = 0) -> Difference:
-    """Differences by training seed and host, `mine[seed][host] − theirs[seed or only one][host]`, same hosts.
+    """Differences over the same hosts; one row of values per training seed, one row in all for a rule.
 
-    Per training seed the mean over hosts; then a t-interval over seeds. A policy without training seeds has one row,
-    which is paired with each of the other's.
+    The unit is the training seed: per seed the mean difference over hosts, then a t-interval over seeds. Two policies
+    with several seeds each are compared by Welch's interval, as their seeds have nothing to do with each other. Where
+    neither has several, the unit is the host.
     """
     left, right = np.asarray(mine, dtype=float), np.asarray(theirs, dtype=float)
-    gaps = left - right  # (seeds, hosts), broadcast
-    units = gaps.mean(1) if len(gaps) > 1 else gaps[0]
-    mean, half, p = _t_interval(units)
-    low, high = _bootstrap(gaps, rng_seed)
-    return Difference(mean, mean - half, mean + half, low, high, p, len(gaps))
+    if left.shape[1] != right.shape[1]:
+        raise BadValueError(f"policies on {left.shape[1]} and {right.shape[1]} hosts; they must be the same hosts")
+    if len(left) > 1 and len(right) > 1:
+        parts = [rows.mean(1) for rows in (left, right)]
+        shares = [float(part.var(ddof=1)) / len(part) for part in parts]
+        mean, error = float(parts[0].mean() - parts[1].mean()), math.sqrt(sum(shares))
+        spread = sum(share**2 / (len(part) - 1) for share, part in zip(shares, parts, strict=True))
+        freedom = sum(shares) ** 2 / spread if spread else float(len(left) + len(right) - 2)
+    else:
+        gaps = left - right
+        units = gaps.mean(1) if len(gaps) > 1 else gaps[0]
+        mean, freedom = float(units.mean()), float(len(units) - 1)
+        error = float(units.std(ddof=1)) / math.sqrt(len(units)) if len(units) > 1 else math.inf
+    half = t_quantile(freedom) * error if freedom > 0 else math.inf
+    low, high = _bootstrap(left, right, rng_seed)
+    p = _p_value(mean, error, freedom) if freedom > 0 else 1.0
+    return Difference(mean, mean - half, mean + half, low, high, p, max(len(left), len(right)))
 
 
-def _t_interval(units: "np.typing.NDArray[np.float64]") -> tuple[float, float, float]:
-    """Mean, half-width of its 95 % interval, two-sided p of being 0."""
-    n, mean = len(units), float(units.mean())
-    if n < 2:
-        return mean, math.inf, 1.0
-    error = float(units.std(ddof=1)) / math.sqrt(n)
-    point = _T975[n - 2] if n - 2 < len(_T975) else _NORMAL975
-    return mean, point * error, _p_value(mean, error, n - 1)
+def t_quantile(freedom: float) -> float:
+    """The 97.5 % point of Student's t, by bisection of the two-sided p."""
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _p_value(middle, 1.0, freedom) > 0.05 else (low, middle)
+    return high
 
 
-def _p_value(mean: float, error: float, freedom: int) -> float:
+def _p_value(mean: float, error: float, freedom: float) -> float:
     """Of Student's t, by integrating its density numerically."""
     if error == 0:
         return 0.0 if mean else 1.0
     t = abs(mean) / error
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    # Substituting x = tan(u) makes the tail a finite stretch.
+    # Substituting x = √ν·tan(u) makes the tail a finite stretch.
     angles = np.linspace(math.atan(t / math.sqrt(freedom)), math.pi / 2, 4001)
     density = np.cos(angles) ** (freedom - 1)
     return float(min(1.0, 2 * scale * math.sqrt(freedom) * np.trapezoid(density, angles)))
 
 
-def _bootstrap(gaps: "np.typing.NDArray[np.float64]", rng_seed: int) -> tuple[float, float]:
-    """Draw seeds with replacement, then hosts; the middle 95 % of the means."""
+def _bootstrap(left: Array, right: Array, rng_seed: int) -> tuple[float, float]:
+    """Draw each policy's seeds with replacement, then hosts for both; the middle 95 % of the mean differences."""
     dice = np.random.default_rng(derive_seed(rng_seed, "bootstrap"))
-    seeds, hosts = gaps.shape
-    rows = dice.integers(seeds, size=(BOOTSTRAPS, seeds))
-    columns = dice.integers(hosts, size=(BOOTSTRAPS, hosts))
-    means = np.array([gaps[np.ix_(row, column)].mean() for row, column in zip(rows, columns, strict=True)])
+    means = np.empty(BOOTSTRAPS)
+    for place in range(BOOTSTRAPS):
+        hosts = dice.integers(left.shape[1], size=left.shape[1])
+        drawn = [rows[dice.integers(len(rows), size=len(rows))][:, hosts].mean() for rows in (left, right)]
+        means[place] = drawn[0] - drawn[1]
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 

@@ -29,7 +29,8 @@ class Trainer:
         torch.set_num_threads(config.threads)
         self.config, task = config, get_task(config.task)
         self.groups = Groups.of(config.hosts, config.members)
-        self.folder = RunFolder.open(folder) if resume else RunFolder.create(folder, config)
+        if not resume:
+            RunFolder.check_free(folder)
         fleet = HostFleet(task, self.groups.hosts, config.device, data_dir=config.data_dir)
         self.runner = EpisodeRunner(fleet, self.groups, head_preset(config.preset), sensing=config.sensing)
         self.agent = PPOAgent(
@@ -40,6 +41,8 @@ class Trainer:
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
             device=config.device,
         )
+        # Last, so that a run that cannot start leaves nothing behind.
+        self.folder = RunFolder.open(folder) if resume else RunFolder.create(folder, config)
         self.round = 0
         if resume:
             self.agent, self.round = self.folder.load(self.agent)
@@ -81,6 +84,8 @@ class Trainer:
                 target=change.target.name,
                 cause=change.cause,
             )
+        for step, env, why in record.symptoms:
+            events.write(kind="panic", round=self.round, step=step, env=env, symptoms=why)
         for env in range(self.groups.grown):
             events.write(
                 kind="episode",
