@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.kasmina import SeedState
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria.banks import Bank
-from esper.tolaria.rows import LEAST_ROWS, START, Act, Birth, Extra, Rows, indices
+from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -83,7 +83,7 @@ def committed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
             if env < fleet.n and _acts_here(fleet.states[env][slot_id], bank, (SeedStage.FOSSILIZED,))
         ]
         if entries:
-            act = _act(bank, entries, bank.strength, max(len(entries), LEAST_ROWS), detached=True)
+            act = _act(bank, entries, bank.strength, len(entries) + 1, detached=True)
             acts.setdefault(fleet.places[slot_id], []).append(act)
     return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
 
@@ -116,7 +116,8 @@ def _acts(
 ) -> dict[int, list[Act]]:
     """What every bank does to the extra rows, from `first_row` on, and to the `main` rows of this pass, by env.
 
-    Padded to a bucket, so that shapes recur, or only to two: whether a member is alone must not show in its last bits.
+    Padded to a bucket, so that shapes recur, or by one entry: neither whether a member is alone nor whether it lies in
+    the odd rest that vector kernels round differently must show in its last bits.
     """
     acts: dict[int, list[Act]] = {}
     numbered = [(first_row + number, extra) for number, extra in enumerate(extras) if extra is not None]
@@ -138,7 +139,7 @@ def _acts(
             if pad:
                 size = fleet.group_size((kind, slot_id, blueprint), size)
             elif size:
-                size = max(size, LEAST_ROWS)
+                size += 1
             if size:
                 act = _act(bank, entries, strength, size, detached=kind == "passing")
                 acts.setdefault(place, []).append(act)
