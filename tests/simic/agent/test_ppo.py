@@ -56,7 +56,7 @@ def norm(gradients: Gradients) -> float:
 
 
 def test_steps_that_do_not_use_a_head_leave_its_entropy_alone() -> None:
-    """Requirements 10 and 46: ten times as many steps without GERMINATE change nothing for blueprints."""
+    """Requirement 10, requirement 46: ten times as many steps without GERMINATE change nothing for blueprints."""
 
     def narrow(masks: Masks, step: int) -> None:
         masks["op"][:] = False
@@ -73,7 +73,7 @@ def test_steps_that_do_not_use_a_head_leave_its_entropy_alone() -> None:
 
 
 def test_more_heads_do_not_make_the_entropy_bonus_larger() -> None:
-    """Requirements 10 and 46: two equal heads pull the trunk exactly as much as one."""
+    """Requirement 10, requirement 46: two equal heads pull the trunk exactly as much as one."""
 
     agents = [PPOAgent(discrete_table(sizes), vector_layout(3), small(steps=1, **WHOLE)) for sizes in ((4,), (4, 4))]
     first = agents[0].network
@@ -164,7 +164,7 @@ def test_a_head_that_no_step_used_is_not_learnable() -> None:
 
 
 def test_only_the_critic_decays() -> None:
-    """Requirements 77 and 91: neither actors nor what they share with it."""
+    """Requirement 77, requirement 91: neither actors nor what they share with it."""
     agent = make_agent("full", critic_decay=0.25)
     names = {weight: name for name, weight in agent.network.named_parameters()}
     decay = {names[w]: group["weight_decay"] for group in agent.optimizer.param_groups for w in group["params"]}

@@ -139,14 +139,14 @@ def outcome(name: str | None) -> str:
 
 
 def test_every_field_is_tried() -> None:
-    """Requirements 52 and 57: a new field arrives with a test of its effect."""
+    """Requirement 52, requirement 57: a new field arrives with a test of its effect."""
     assert set(CHANGES) == {field.name for field in fields(PPOConfig)}
     assert outcome(None) == outcome.__wrapped__(None)  # the same run gives the same numbers
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_field_has_an_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirements 52 and 57: no setting exists unwired."""
+    """Requirement 52, requirement 57: no setting exists unwired."""
     monkeypatch.setattr(torch, "compile", lambda call, **settings: call)  # what it does is another test's
     assert outcome(name) != outcome(None)
 
@@ -217,7 +217,7 @@ def test_numbers_in_the_update_have_names(path: Path) -> None:
 
 @pytest.mark.parametrize("module", [config, losses])
 def test_constants_come_with_their_reason(module: Any) -> None:  # Any: a module
-    """Requirements 20 and 29: thresholds stand in one place, each with a line on why it is what it is."""
+    """Requirement 20, requirement 29: thresholds stand in one place, each with a line on why it is what it is."""
     body = ast.parse(Path(module.__file__).read_text()).body
     constants = [
         (node, behind)

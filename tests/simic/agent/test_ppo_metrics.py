@@ -23,7 +23,7 @@ def assert_truthful(record: PPOUpdateMetrics | HeadMetrics) -> None:
 
 @pytest.mark.parametrize("kind", ["vector", "core", "full"])
 def test_metrics_are_what_they_declare(kind: str) -> None:
-    """Requirements 31 and 69: types at run time, and one flat name per number that exists."""
+    """Requirement 31, requirement 69: types at run time, and one flat name per number that exists."""
     agent = make_agent(kind)
     metrics = agent.update(collect(agent))
     assert_truthful(metrics)
