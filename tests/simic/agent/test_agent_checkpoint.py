@@ -149,8 +149,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, in passing
 def test_a_compiled_agent_is_saved_and_loaded(quick_compiler: list[str], tmp_path: Path) -> None:
-    """Requirement 49, requirement 51: weights have the names of the network; the mode is kept, and can be
-    overridden."""
+    """Requirement 49, requirement 51: weights have the names of the network; the mode is kept or overridden."""
     agent = make_agent("vector", compile="max-autotune-no-cudagraphs", epochs=1, minibatches=1)
     agent.update(collect(agent))
     save_agent(agent, tmp_path / "agent")

@@ -139,8 +139,7 @@ def gradients_when_cut(kind: str, minibatches: int, pieces: int) -> dict[str, Te
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("minibatches", "pieces"), [(4, 1), (3, 1), (1, 4), (1, 8), (2, 3)])
 def test_gradients_do_not_depend_on_how_a_round_is_cut(kind: str, minibatches: int, pieces: int) -> None:
-    """Requirement 3, requirement 78: the mean over minibatches, or the sum over pieces, is the gradient of the
-    whole round."""
+    """Requirement 3, requirement 78: the mean over minibatches, or the sum over pieces, is the whole gradient."""
     whole = gradients_when_cut(kind, 1, 1)
     assert max(float(gradient.abs().max()) for gradient in whole.values()) > 0.1
     assert gap(whole, gradients_when_cut(kind, minibatches, pieces)) <= 1e-5
@@ -203,9 +202,8 @@ def test_equal_seeds_and_rounds_give_equal_agents() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")  # torch's own, in passing
-def test_the_compiled_update_is_the_eager_one() ->
-None:
-    """Requirement 45, requirement 73: the same log-probs, ratios and weights; no recompilation as shapes and ε change."""
+def test_the_compiled_update_is_the_eager_one() -> None:
+    """Requirement 45, requirement 73: the same log-probs, ratios, weights; no recompilation as shapes and ε change."""
     eager, compiled = make_agent("core"), make_agent("core", compile="default")
     for number in range(3):
         first = eager.update(collect(eager, seed=number))
