@@ -82,7 +82,7 @@ def test_forget_gates_begin_open() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_norm_before_the_memory(name: str) -> None:
-    """Requirement 27, requirement 86: a LayerNorm at the end of the trunk and nowhere else, with outputs of one scale."""
+    """Requirement 27, requirement 86: one LayerNorm, at the end of the trunk, with outputs of one scale."""
     network = build(name, replace(SMALL, encoder_layers=2))
     norms = [part for part, module in network.named_modules() if "norm" in type(module).__name__.lower()]
     assert norms == ["trunk.4"]
