@@ -1,0 +1,42 @@
+"""The command line: each subcommand is a frozen dataclass, its fields are the flags, their strings the help."""
+
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import tyro
+from rich.console import Console
+
+from esper.cli.evaluate import EvaluateCommand
+from esper.cli.tasks import TasksCommand
+from esper.cli.train import TrainCommand
+from esper.leyline import EsperError
+
+
+class Command(Protocol):
+    """What a subcommand is, once its flags are read."""
+
+    def run(self, console: Console) -> None:
+        """Do it."""
+
+
+COMMANDS: dict[str, Callable[..., Command]] = {
+    "tasks": TasksCommand,
+    "train": TrainCommand,
+    "evaluate": EvaluateCommand,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `esper`. A mistake of the user's ends in one line and exit code 2, not in a traceback."""
+    command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="esper",
+        description="Grow a neural network while it trains.",
+        args=arguments,
+    )
+    try:
+        command.run(Console())
+    except EsperError as error:
+        print(f"esper: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,32 @@
+"""`esper train`."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.runs import read_config
+from esper.simic.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TrainCommand(TrainConfig):
+    """Train a controller on fresh hosts, round after round; writes a run folder."""
+
+    out: Path = Path("runs/train")
+    """Folder of the run; it must not hold another."""
+    resume: Path | None = None
+    """Go on with this run instead, as it was configured, from its last complete round."""
+
+    def run(self, console: Console) -> None:
+        """Train, with a progress bar; Ctrl-C ends after the last complete round."""
+        if self.resume is not None:
+            trainer = Trainer(read_config(self.resume), self.resume, resume=True)
+        else:
+            config = TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)})
+            trainer = Trainer(config, self.out)
+        trainer.run()
+        console.print(
+            f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False
+        )
