@@ -34,6 +34,8 @@ class RoundRecord(NamedTuple):
     accuracies: Tensor
     """(steps, n): of the growing hosts"""
     control_accuracies: Tensor
+    alphas: Tensor
+    """(steps, n, slots): with which each step was trained"""
     changes: list[tuple[int, SeedChange]]
     """(step, change)"""
     symptoms: list[tuple[int, int, list[str]]]
@@ -123,6 +125,7 @@ class Collector:
             parts={name: torch.stack([part[name] for part in parts]) for name in parts[0]},
             accuracies=torch.stack([result.accuracy for result in results]),
             control_accuracies=torch.stack([result.control_accuracy for result in results]),
+            alphas=torch.stack([result.slots.alpha for result in results]),
             changes=changes,
             symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
         )

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from esper.leyline import LifecycleOp, derive_seed, head_preset
 from esper.leyline.progress import progress_bar
@@ -95,6 +96,13 @@ class Trainer:
                 gain=round(float(record.gain[env]), 4),
                 accuracy=round(float(record.accuracy[env]), 4),
                 added_parameters=int(record.added_parameters[env]),
+                accuracies=_rounded(record.accuracies[:, env]),
+                control_accuracies=_rounded(record.control_accuracies[:, env]),
+                alphas={
+                    slot_id: _rounded(record.alphas[:, env, place])
+                    for place, slot_id in enumerate(slots.slot_ids)
+                    if bool(record.alphas[:, env, place].any())
+                },
             )
         ops = Counter(LifecycleOp(op).name for op in record.actions[..., 0].flatten().tolist())
         germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
@@ -117,3 +125,8 @@ class Trainer:
             **metrics.flat(),
             timing=timing,
         )
+
+
+def _rounded(curve: Tensor) -> list[float]:
+    """As short as it is read: two digits."""
+    return [round(value, 2) for value in curve.tolist()]
