@@ -19,6 +19,7 @@ from ppo_envs import HiddenVelocityCartPole
 from ppo_learning import interval
 
 from esper.simic.agent import PPOConfig, learn
+from esper.tamiyo import NetworkConfig
 
 EPISODES = 100
 ENVS, STEPS, EPOCHS, BATCH, HIDDEN = 8, 32, 20, 256, 64
@@ -39,6 +40,7 @@ def ours(steps: int, seed: int) -> Trained:
     config = PPOConfig(
         steps=STEPS, epochs=EPOCHS, minibatches=ENVS * STEPS // BATCH, gamma=GAMMA, lam=LAM, rate=RATE, rate_end=END,
         clip=CLIP, clip_end=END, target_kl=None, entropy=0.0, explore=0.0, logit_penalty=0.0, critic_decay=0.0,
+        network=NetworkConfig(encoder=16, hidden=HIDDEN, head=144),
     )  # fmt: skip
     start = time.perf_counter()
     learned = learn(HiddenVelocityCartPole, total_steps=steps, n_envs=ENVS, seed=seed, config=config)

@@ -46,6 +46,8 @@ class NetworkConfig:
     """Width of the actor's and the critic's layer behind the LSTM."""
     recurrent: bool = True
     """Off: every step begins with an empty memory."""
+    informed_critic: bool = True
+    """Off: the critic does without its own columns, and so knows no more of the control than the actor: nothing."""
     head_gain: float = 0.01
     """Scale of the heads' initial weights: small, so that the first policy is nearly uniform."""
     first_bias: tuple[float, ...] = ()
@@ -130,11 +132,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         for _ in range(config.encoder_layers):
             layers += [nn.Linear(inputs, width), nn.ReLU()]
             inputs = width
-        # The one norm of the network: the LSTM's gates see inputs of one scale, whatever the columns are.
-        self.trunk = nn.Sequential(*layers, nn.LayerNorm(width))
+        # No norm: one behind a ReLU layer keeps directions and loses magnitudes, by which an angle of 0.01 looks like one
+        # of 0.1. (CartPole without velocities: a return of 196 with it, 368 without, after 40 k steps.)
+        self.trunk = nn.Sequential(*layers)
         self.lstm = nn.LSTM(width, config.hidden)
         self.actor = nn.Linear(config.hidden, config.head)
-        critic_inputs = config.hidden + len(layout.critic)
+        self._informed = config.informed_critic and bool(layout.critic)
+        critic_inputs = config.hidden + (len(layout.critic) if self._informed else 0)
         self.critic = nn.Sequential(nn.Linear(critic_inputs, config.head), nn.ReLU())
         self.critic_out = nn.Linear(config.head, 1)
         self.heads = nn.ModuleDict({head.name: self._make_head(head) for head in table.heads})
@@ -258,7 +262,7 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def value(self, core: Tensor, encoded: Encoded) -> Tensor:
         """(n,): the normalised value."""
-        state = self.critic(torch.cat([core, encoded.critic], -1) if self.layout.critic else core)
+        state = self.critic(torch.cat([core, encoded.critic], -1) if self._informed else core)
         value: Tensor = self.critic_out(state)
         return value.squeeze(-1)
 

@@ -233,3 +233,15 @@ def test_a_collapsed_head_comes_back() -> None:
     print("without:", [round(value, 4) for value in free[19::20]])
     assert penalised[-1] > 0.5
     assert max(free) < 0.05
+
+
+def test_the_memory_sees_columns_of_one_scale() -> None:
+    """Requirement 86: observations are normalised before the recurrent core, by statistics of their own columns."""
+    agent = PPOAgent(discrete_table([2]), vector_layout(7))
+    scales = torch.logspace(-3, 3, 7)
+    raw = 5 * scales + scales * torch.randn(4096, 7)
+    agent.observations.update(raw)
+    seen = agent.see(raw)
+    assert seen.mean(0).abs().max() < 1e-3
+    assert (seen.std(0) - 1).abs().max() < 1e-2
+    assert agent.see(1e6 * raw).abs().max() <= 10

@@ -38,6 +38,7 @@ BAD: tuple[tuple[str, object], ...] = (
     ),
     ("explore", 1.0),
     ("compile", "reduce-overhead"),
+    ("clipping", "op"),
 )
 
 
@@ -72,10 +73,11 @@ def test_schedules() -> None:
 
 
 class Walk(gym.Env[Any, Any]):
-    """Steps to the left or right are paid by position; the middle leaves no choice but to wait."""
+    """Steps to the left or right are paid by position, and by a bet on its sign; at times there is no choice in either.
+    """
 
     observation_space = spaces.Box(-9, 9, (2,), np.float32)
-    action_space = spaces.Discrete(3)
+    action_space = spaces.MultiDiscrete([3, 2])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -83,15 +85,16 @@ class Walk(gym.Env[Any, Any]):
         return self._see()
 
     def _see(self) -> tuple[Any, dict[str, Any]]:
-        free = self.time % 3 != 1
+        free, open_bet = self.time % 3 != 1, self.time % 2 == 0
         seen = np.array([3 * self.place + 1, self.time], np.float32)
-        return seen, {"action_mask": np.array([True, free, free])}
+        return seen, {"action_mask": (np.array([True, free, free]), np.array([True, open_bet]))}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.place += (0, 1, -1)[action]
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.place += (0, 1, -1)[action[0]]
         self.time += 1
         seen, info = self._see()
-        return seen, 3.0 * self.place, abs(self.place) > 3, self.time >= 5, info
+        won = float(action[1]) * self.place
+        return seen, 3.0 * self.place + won, abs(self.place) > 3, self.time >= 5, info
 
 
 BASE = PPOConfig(NetworkConfig(8, 1, 8, 8), steps=8, epochs=2, minibatches=2, rate=0.02, target_kl=None)
@@ -108,6 +111,8 @@ CHANGES: dict[str, Any] = {
     "rate_end": 0.5,
     "clip": 0.01,
     "clip_end": 0.01,
+    "clipping": "joint",
+    "centred": False,
     "target_kl": 1e-4,
     "clip_norm": 0.1,
     "value_coefficient": 0.1,

@@ -15,16 +15,18 @@ class HeadAdvantages(NamedTuple):
     by_head: tuple[Tensor, ...]
     """(n,) per head; that of the first is the tensor that was given."""
     uncentred: Tensor
-    """(heads,) bool: used in too few steps to be centred (the first is the common base, never centred here)."""
+    """(heads,) bool: used in too few steps to be centred, or not to be (the first, the common base, never is here)."""
 
 
-def compute_per_head_advantages(advantages: Tensor, decided: Tensor) -> HeadAdvantages:
+def compute_per_head_advantages(advantages: Tensor, decided: Tensor, *, centred: bool = True) -> HeadAdvantages:
     """A head learns from the steps that used it, relative to their mean.
 
     Advantages (n,) and which heads each step used (n, heads) bool, on any device. Without the mean, a head that is used
-    only when things go well would reinforce whatever it drew first. Values at steps that did not use a head mean
-    nothing.
+    only when things go well would reinforce whatever it drew first; `centred` off shows that. Values at steps that did
+    not use a head mean nothing.
     """
+    if not centred:
+        return HeadAdvantages((advantages,) * decided.shape[1], torch.ones_like(decided[0]))
     counts = decided.sum(0)
     totals = advantages.unsqueeze(1).where(decided, 0.0).sum(0)
     uncentred = counts < CENTRED_FROM

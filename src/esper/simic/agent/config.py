@@ -10,6 +10,8 @@ from esper.tamiyo import NetworkConfig
 
 CompileMode = Literal["off", "default", "max-autotune-no-cudagraphs"]
 COMPILE_MODES: tuple[CompileMode, ...] = ("off", "default", "max-autotune-no-cudagraphs")
+Clipping = Literal["per_head", "joint"]
+CLIPPINGS: tuple[Clipping, ...] = ("per_head", "joint")
 
 ADAM_EPS = 1e-5
 """PPO's customary value: with Adam's 1e-8 the first steps of rarely used heads are as large as the rate allows."""
@@ -46,6 +48,10 @@ class PPOConfig:
     """Share of the rate at the end of the run; in between it falls linearly."""
     clip: float = 0.2
     """The ratio of each head is clipped to 1 ± this."""
+    clipping: Clipping = "per_head"
+    """Joint: one ratio for all heads of a step, against the step's own advantage (heads are then not centred)."""
+    centred: bool = True
+    """Advantages of a head are relative to their mean over the steps that used it; off: as they are."""
     clip_end: float = 1.0
     """Share of the clip range at the end of the run."""
     target_kl: float | None = 0.03
@@ -98,8 +104,8 @@ class PPOConfig:
                 raise BadValueError(f"{name} {getattr(self, name)!r} is not in [0, 1]")
         if not 0 <= self.explore < 1:
             raise BadValueError(f"explore {self.explore!r} is not in [0, 1): with 1 there is nothing to learn")
-        if self.compile not in COMPILE_MODES:
-            raise UnknownNameError("compile mode", self.compile, COMPILE_MODES)
+        _require_known("compile mode", self.compile, COMPILE_MODES)
+        _require_known("clipping", self.clipping, CLIPPINGS)
 
     def entropy_at(self, progress: float) -> float:
         """Entropy coefficient at a share of the run."""
@@ -116,6 +122,11 @@ class PPOConfig:
     def explore_at(self, progress: float) -> float:
         """ε at a share of the run."""
         return self.explore * max(0.0, 1 - progress / self.explore_until) if self.explore_until else 0.0
+
+
+def _require_known(kind: str, chosen: str, known: tuple[str, ...]) -> None:
+    if chosen not in known:
+        raise UnknownNameError(kind, chosen, known)
 
 
 def _falling(end: float, progress: float) -> float:

@@ -61,14 +61,15 @@ class Lesson(NamedTuple):
     """(cells,), normalised"""
     weights: Tensor
     """(cells,): 1 where something was decided, less where the step was forced, 0 where there is none"""
-    head_counts: Tensor
-    """(heads,): steps of the round that decided each head"""
     decisions: Tensor
     """Steps of the round that decided anything"""
-    weight: Tensor
-    """Sum of `weights`"""
-    minibatches: int
-    """Parts of an epoch; each of its sums is multiplied by this, so that their mean is that of the round"""
+    per_head: Tensor
+    """(heads,): what sums over a minibatch are multiplied by: minibatches of an epoch / steps of the round that decided
+    this head. So the mean over minibatches is that of the round, however large each of them is."""
+    per_decision: Tensor
+    """The same for sums over steps that decided anything"""
+    per_weight: Tensor
+    """The same for sums weighted by `weights`"""
 
     def part(self, batch: Batch) -> Part:
         """One gather of everything that a batch needs."""
@@ -123,17 +124,17 @@ def prepare_lesson(
     sound = reference.accepted & returns.isfinite().all()
     returns_normalizer.update(returns, tasks, valid & sound)
     weights = torch.where(deciding, 1.0, config.forced_value_weight) * valid
-    weight = weights.sum()
+    weight, decisions = weights.sum(), deciding.sum().clamp(min=1)
     return Lesson(
         buffer,
         reference,
-        compute_per_head_advantages(standardised.advantages, decided),
+        compute_per_head_advantages(standardised.advantages, decided, centred=config.centred),
         standardised,
         returns,
         returns_normalizer.normalise(returns, tasks),
         weights,
-        decided.sum(0).clamp(min=1),
-        deciding.sum().clamp(min=1),
-        weight.where(weight > 0, 1.0),
-        minibatches,
+        decisions,
+        minibatches / decided.sum(0).clamp(min=1),
+        minibatches / decisions,
+        minibatches / weight.where(weight > 0, 1.0),
     )

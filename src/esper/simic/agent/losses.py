@@ -25,6 +25,13 @@ def surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
+def joint_surrogate(log_ratio: Tensor, decided: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """The surrogate of the joint action: log-ratios (n, heads) of what was decided, advantages (n,) → the sum over
+    steps. One head that has moved far takes the gradient of all heads of its step away."""
+    joint = log_ratio.where(decided, 0.0).sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return masked_sum(surrogate(joint, advantages, clip), decided.any(-1))
+
+
 def kl_terms(ratio: Tensor, log_ratio: Tensor) -> Tensor:
     """r − 1 − log r: an estimate of KL(π_old ‖ π) from samples of π_old, never negative but for rounding."""
     return ratio - 1 - log_ratio

@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from esper.simic.agent import losses
 from esper.simic.agent.config import KL_STOP
 from esper.simic.agent.lesson import Lesson
 from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics
@@ -14,46 +16,69 @@ if TYPE_CHECKING:
 
 
 class UpdateRecord:
-    """Small tensors per minibatch, left on the device."""
+    """Small tensors per minibatch, left on the device. What follows from ratios is computed for all of them at once."""
 
     def __init__(self, heads: tuple[str, ...]) -> None:
         self.heads = heads
         self.epochs = 0
         self.minibatches: list[dict[str, Tensor]] = []
+        self.moves: list[list[tuple[Tensor, Tensor]]] = []
+        """Per minibatch its pieces: log-ratios and what was decided, (steps, heads) each"""
         self._open: dict[str, Tensor] = {}
+        self._moves: list[tuple[Tensor, Tensor]] = []
 
     def begin(self) -> None:
         """A minibatch, or the same once more."""
-        self._open = {}
+        self._open, self._moves = {}, []
 
-    def note_part(self, *, joint: tuple[Tensor, Tensor], **sums: Tensor) -> None:
-        """A piece of the current minibatch: sums add up, log-ratios of joint actions keep their extremes."""
-        low, high = joint
+    def note_part(self, log_ratio: Tensor, decided: Tensor, **sums: Tensor) -> None:
+        """A piece of the current minibatch; sums add up."""
+        self._moves.append((log_ratio.detach(), decided))
         for name, value in sums.items():
             self._open[name] = self._open[name] + value.detach() if name in self._open else value.detach()
-        self._open["low"] = torch.minimum(self._open.get("low", low), low)
-        self._open["high"] = torch.maximum(self._open.get("high", high), high)
 
     def close(self, **values: Tensor) -> None:
         """The minibatch is complete with these."""
         self.minibatches.append({**self._open, **values})
+        self.moves.append(self._moves)
 
     def read(self, figures: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """These figures, and each of the minibatches' stacked, (minibatches, heads) or (minibatches, 1).
 
         In float64 on the CPU. Host sync: once per update, for all of them.
         """
-        rows = len(self.minibatches)
-        seen = {name: torch.stack([row[name] for row in self.minibatches]) for name in self.minibatches[0]}
+        names = self.minibatches[0]
+        seen = {name: torch.stack([row[name] for row in self.minibatches if name in row]) for name in names}
         everything = {**figures, **seen}
         flat = torch.cat([tensor.double().flatten() for tensor in everything.values()]).cpu()
         parts = dict(zip(everything, flat.split([t.numel() for t in everything.values()]), strict=True))
-        return {name: parts[name] for name in figures}, {name: parts[name].view(rows, -1) for name in seen}
+        return {name: parts[name] for name in figures}, {name: parts[name].view(len(seen[name]), -1) for name in seen}
+
+    def movement(self, lesson: Lesson, clip: float) -> dict[str, Tensor]:
+        """How far the policy had moved at each minibatch: (minibatches, heads), (minibatches,) for the joint action."""
+        pieces = [piece for minibatch in self.moves for piece in minibatch]
+        log_ratio, decided = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        rows = [place for place, minibatch in enumerate(self.moves) for _ in minibatch]
+        which = lesson.buffer.moved(np.repeat(rows, [len(piece[0]) for piece in pieces]))
+        ratio = log_ratio.exp()
+        zeros = log_ratio.new_zeros((len(self.moves), log_ratio.shape[1]))
+        head_kl = zeros.index_add(0, which, losses.kl_terms(ratio, log_ratio).where(decided, 0.0))
+        outside = ((ratio - 1).abs() > clip) & decided
+        joint = log_ratio.where(decided, 0.0).sum(-1)
+        return {
+            "kl": head_kl.sum(-1) * lesson.per_decision,
+            "head_kl": head_kl * lesson.per_head,
+            "clipped": zeros.index_add(0, which, outside.to(zeros.dtype)) * lesson.per_head,
+            "low": zeros[:, 0].scatter_reduce(0, which, joint, "amin", include_self=False),
+            "high": zeros[:, 0].scatter_reduce(0, which, joint, "amax", include_self=False),
+        }
 
 
 def summarise(lesson: Lesson, record: UpdateRecord, agent: "PPOAgent") -> PPOUpdateMetrics:
     """The metrics of an update."""
-    round_figures, seen = record.read(_round_figures(lesson))
+    moves = record.movement(lesson, agent.config.clip_at(agent.progress))
+    round_figures, seen = record.read(_round_figures(lesson) | moves)
+    seen |= {name: round_figures.pop(name).view(len(record.minibatches), -1) for name in moves}
     numbers = {name: float(value) for name, value in round_figures.items() if value.numel() == 1}
     halted, finite = seen["halted"].bool().squeeze(1), seen["norm"].isfinite().squeeze(1)
     taken = ~halted & finite
@@ -97,7 +122,8 @@ def summarise(lesson: Lesson, record: UpdateRecord, agent: "PPOAgent") -> PPOUpd
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Over the chosen minibatches, or all where none is chosen."""
+    """Over the chosen minibatches, or all where none is chosen; of those that have a value, which come first."""
+    chosen = chosen[: len(values)]
     return values[chosen].mean(0) if bool(chosen.any()) else values.mean(0)
 
 

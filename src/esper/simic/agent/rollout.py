@@ -119,7 +119,7 @@ class TamiyoRolloutBuffer:
         if envs is None and len(set(self._lengths)) == 1:
             place: tuple[slice | Tensor, int | Tensor] = slice(None), self._lengths[0]  # in lockstep: plain slices
         else:
-            rows = self._moved(np.array(chosen, np.int64))
+            rows = self.moved(np.array(chosen, np.int64))
             place = rows, self.lengths[rows]
         for own, given in pairs:
             own[place] = given
@@ -185,14 +185,14 @@ class TamiyoRolloutBuffer:
         starts, lengths = sequences.starts[chosen], sequences.lengths[chosen]
         time = np.arange(lengths[0])[:, None]
         inside = time < lengths
-        cells = self._moved((starts + time)[inside])
-        carried, whose = self._moved(starts[:, None] % self.capacity == 0), self._moved(sequences.rows[chosen])
+        cells = self.moved((starts + time)[inside])
+        carried, whose = self.moved(starts[:, None] % self.capacity == 0), self.moved(sequences.rows[chosen])
         hidden, cell = (part[whose].where(carried, 0.0) for part in self.memory)
         blocks, place = _stretches(lengths, inside)
         full = sum(size * span for size, span in blocks) == len(place)
-        return Batch(cells, Stretches(blocks, None if full else self._moved(place)), (hidden, cell))
+        return Batch(cells, Stretches(blocks, None if full else self.moved(place)), (hidden, cell))
 
-    def _moved(self, values: NDArray[np.generic]) -> Tensor:
+    def moved(self, values: NDArray[np.generic]) -> Tensor:
         """On the device; the copy runs beside the host where its memory can be pinned."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

@@ -48,6 +48,10 @@ class RunningMeanStd:
     def update_by(self, values: Tensor, columns: Tensor, chosen: Tensor | None = None) -> None:
         """Take in values (n,), or the chosen ones (n,) bool of them, each for the column of that number (n,)."""
         values, zeros = values.double(), torch.zeros_like(self.mean)
+        if len(zeros) == 1 and len(values) and chosen is None:  # one column: nothing to sort
+            var, mean = torch.var_mean(values, correction=0)
+            self.merge(zeros + len(values), mean[None], var[None])
+            return
         weight = torch.ones_like(values) if chosen is None else chosen.double()
         values = values if chosen is None else values.where(chosen, 0.0)
         count = zeros.index_add(0, columns, weight)

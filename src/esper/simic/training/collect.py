@@ -1,11 +1,12 @@
 """One round: N episodes in lockstep, recorded for the update."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.leyline import derive_seed
+from esper.leyline import BadValueError, derive_seed
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
@@ -14,8 +15,11 @@ from esper.simic.training.seeds import Purpose, host_seed
 
 
 class RoundRecord(NamedTuple):
-    """What happened in a round, for every grown env."""
+    """What happened in a round on one task, for every grown env."""
 
+    task: str
+    first_env: int
+    """The number of its first env among those of all tasks"""
     objective: Tensor
     """(n,): hardened gain minus rent of the fossils; points"""
     gain: Tensor
@@ -25,6 +29,8 @@ class RoundRecord(NamedTuple):
     added_parameters: Tensor
     """(n,): fossils"""
     panics: int
+    features: Tensor
+    """(steps, n, size): what was observed, not yet normalised"""
     actions: Tensor
     """(steps, n, heads)"""
     rewards: Tensor
@@ -43,48 +49,75 @@ class RoundRecord(NamedTuple):
 
 
 def action_draws(
-    rng_seed: int, round_index: int, envs: int, steps: int, heads: int, purpose: Purpose = "training"
+    rng_seed: int,
+    round_index: int,
+    envs: int,
+    steps: int,
+    heads: int,
+    purpose: Purpose = "training",
+    first_env: int = 0,
 ) -> Tensor:
     """(steps, envs, heads) in [0, 1): each env's own stream, a pure function of (seed, purpose, round, env)."""
-    seeds = [derive_seed(rng_seed, "actions", purpose, round_index, env) for env in range(envs)]
+    numbers = range(first_env, first_env + envs)
+    seeds = [derive_seed(rng_seed, "actions", purpose, round_index, env) for env in numbers]
     streams = [torch.rand((steps, heads), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(streams, 1)
 
 
 class Collector:
-    """Fills a buffer with rounds of one task."""
+    """Fills a buffer with rounds: an episode of each task's hosts, one task after the other, all for one update."""
 
-    def __init__(self, runner: EpisodeRunner, agent: PPOAgent, reward: RewardConfig, rng_seed: int) -> None:
-        self.runner, self.agent, self.reward, self.rng_seed = runner, agent, reward, rng_seed
-        groups, steps = runner.groups, runner.fleet.task.steps
+    def __init__(self, runners: Sequence[EpisodeRunner], agent: PPOAgent, reward: RewardConfig, rng_seed: int) -> None:
+        self.runners, self.agent, self.reward, self.rng_seed = tuple(runners), agent, reward, rng_seed
+        check_alike(self.runners)
+        grown = [runner.groups.grown for runner in runners]
+        self.rows = [range(sum(grown[:place]), sum(grown[: place + 1])) for place in range(len(grown))]
+        """The rows of the buffer that belong to each task"""
+        tasks = torch.cat([torch.full((count,), place) for place, count in enumerate(grown)])
         self.buffer = TamiyoRolloutBuffer(
-            groups.grown, steps, runner.layout.size, runner.table, agent.config.network.hidden, device=agent.device
+            sum(grown),
+            max(runner.fleet.task.steps for runner in runners),
+            runners[0].layout.size,
+            runners[0].table,
+            agent.config.network.hidden,
+            tasks=tasks,
+            device=agent.device,
         )
-        self.raw = torch.zeros((steps, groups.grown, runner.layout.size), device=agent.device)
 
-    def collect(self, round_index: int) -> RoundRecord:
+    def collect(self, round_index: int) -> list[RoundRecord]:
         """One round with the agent's present policy; its observations enter the statistics when it is complete."""
-        runner, agent, groups = self.runner, self.agent, self.runner.groups
-        steps = runner.fleet.task.steps
-        seeds = [host_seed("training", self.rng_seed, round_index, group) for group in range(groups.count)]
-        draws = action_draws(self.rng_seed, round_index, groups.grown, steps, len(runner.table))
+        agent = self.agent
+        self.buffer.begin(agent.network.initial_memory(self.buffer.n_envs), agent.epsilon)
+        records = [self._play(round_index, runner, rows) for runner, rows in zip(self.runners, self.rows, strict=True)]
+        if agent.progress >= agent.config.freeze_after:
+            agent.observations.freeze()
+        agent.observations.update(torch.cat([record.features.flatten(0, 1) for record in records]))
+        return records
+
+    def _play(self, round_index: int, runner: EpisodeRunner, rows: range) -> RoundRecord:
+        """The episode of one task."""
+        agent, buffer, groups, steps = self.agent, self.buffer, runner.groups, runner.fleet.task.steps
+        first_group = rows.start // groups.members
+        seeds = [
+            host_seed("training", self.rng_seed, round_index, first_group + group) for group in range(groups.count)
+        ]
+        draws = action_draws(self.rng_seed, round_index, len(rows), steps, len(runner.table), first_env=rows.start)
         runner.begin(seeds)
-        memory, epsilon = agent.network.initial_memory(groups.grown), agent.epsilon
-        self.buffer.begin(memory, epsilon)
+        memory = agent.network.initial_memory(len(rows))
         results: list[StepResult] = []
         parts: list[dict[str, Tensor]] = []
-        changes: list[tuple[int, SeedChange]] = []
+        features: list[Tensor] = []
         for step in range(steps):
             view = runner.view()
-            self.raw[step] = view.features
+            features.append(view.features)
             seen = agent.see(view.features)
-            decision, values, memory = agent.act(seen, view.masks, memory, epsilon=epsilon, uniform=draws[step])
+            decision, values, memory = agent.act(seen, view.masks, memory, epsilon=buffer.epsilon, uniform=draws[step])
             result = runner.step(decision.actions)
             rewarded = reward_step(self.reward, runner, view, decision.actions, result)
             runner.potential = rewarded.potential
             ends = result.panics | runner.done
-            values = agent.values_of(values, self.buffer.tasks)
-            self.buffer.add(
+            values = agent.values_of(values, buffer.tasks[rows.start : rows.stop])
+            buffer.add(
                 Step(
                     seen,
                     view.masks,
@@ -94,38 +127,57 @@ class Collector:
                     rewarded.total.float(),
                     ends,
                     torch.zeros_like(values),  # an episode terminates: nothing follows
-                )
+                ),
+                None if len(self.runners) == 1 else rows,
             )
             memory = (memory[0].where(~ends[:, None], 0.0), memory[1].where(~ends[:, None], 0.0))
             results.append(result)
             parts.append(dict(rewarded.breakdown.parts))
-            changes += [(step, change) for change in result.changes]
-        if agent.progress >= agent.config.freeze_after:
-            agent.observations.freeze()
-        agent.observations.update(self.raw.flatten(0, 1))
-        return self._record(results, parts, changes)
+        return self._record(runner, rows, torch.stack(features), results, parts)
 
     def _record(
-        self, results: list[StepResult], parts: list[dict[str, Tensor]], changes: list[tuple[int, SeedChange]]
+        self,
+        runner: EpisodeRunner,
+        rows: range,
+        features: Tensor,
+        results: list[StepResult],
+        parts: list[dict[str, Tensor]],
     ) -> RoundRecord:
         last = results[-1]
         assert last.hardened_accuracy is not None
         assert last.hardened_control is not None
         gain = last.hardened_accuracy - last.hardened_control
-        host = self.runner.fleet.task.host_parameters
-        rent = self.reward.rho * torch.log2(1 + last.fossil_parameters / host)
+        task, own = runner.fleet.task, slice(rows.start, rows.stop)
+        rent = self.reward.rho * torch.log2(1 + last.fossil_parameters / task.host_parameters)
         return RoundRecord(
+            task=task.name,
+            first_env=rows.start,
             objective=gain - rent,
             gain=gain,
             accuracy=last.hardened_accuracy,
             added_parameters=last.fossil_parameters,
             panics=int(sum(int(result.panics.sum()) for result in results)),
-            actions=self.buffer.actions.transpose(0, 1).clone(),
-            rewards=self.buffer.rewards.T.clone(),
+            features=features,
+            actions=self.buffer.actions[own, : task.steps].transpose(0, 1).clone(),
+            rewards=self.buffer.rewards[own, : task.steps].T.clone(),
             parts={name: torch.stack([part[name] for part in parts]) for name in parts[0]},
             accuracies=torch.stack([result.accuracy for result in results]),
             control_accuracies=torch.stack([result.control_accuracy for result in results]),
             alphas=torch.stack([result.slots.alpha for result in results]),
-            changes=changes,
+            changes=[(step, change) for step, result in enumerate(results) for change in result.changes],
             symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
         )
+
+
+def check_alike(runners: Sequence[EpisodeRunner]) -> None:
+    """Raise unless the hosts of all tasks can be seen and steered by the same heads and columns."""
+    first, *others = runners
+    for other in others:
+        if other.table != first.table or other.layout != first.layout:
+            shapes = [(len(each.slots), list(each.slots.blueprint_names)) for each in (first, other)]
+            raise BadValueError(
+                f"tasks {first.fleet.task.name!r} and {other.fleet.task.name!r} cannot share a run: their (slots, "
+                f"blueprints) are {shapes[0]} and {shapes[1]}; train one policy for each, or tasks that are alike"
+            )
+        if other.groups.members != first.groups.members:
+            raise BadValueError("groups of all tasks need the same number of members")

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from esper.leyline import head_preset
+from esper.kasmina.slot import ISOLATIONS, Isolation
+from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.simic.agent import PPOConfig
 from esper.simic.rewards import RewardConfig, check_gamma
@@ -25,11 +26,11 @@ class TrainConfig:
     """One run: a controller learns on fresh hosts, round after round."""
 
     task: str = "digits_blind"
-    """Task to grow hosts of."""
+    """Task to grow hosts of; several, separated by commas, share one policy."""
     rounds: int = 20
     """Rounds: in each, all hosts live one episode, then the policy is updated."""
     hosts: int = 32
-    """Hosts per round, controls included."""
+    """Hosts per round, controls included; several tasks get equally many each."""
     members: int = 3
     """Hosts per group beside its control."""
     seed: int = 0
@@ -38,6 +39,8 @@ class TrainConfig:
     """Heads and ops of the controller: core or full."""
     sensing: bool = True
     """Whether the controller sees what can be sensed at empty slots."""
+    isolation: Isolation = "shadow"
+    """How seeds in TRAINING learn: from a shadow row of their own, or straight_through the main row."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
     device: str = "cpu"
@@ -51,18 +54,27 @@ class TrainConfig:
         for name in ("rounds", "hosts", "members", "threads"):
             require_whole(name, getattr(self, name), 1)
         head_preset(self.preset)
-        get_task(self.task)
+        for name in self.tasks:
+            get_task(name)
+        if len(set(self.tasks)) != len(self.tasks) or self.hosts % len(self.tasks):
+            raise BadValueError(f"{self.hosts} hosts for tasks {list(self.tasks)}: name each once, with equally many")
+        if self.isolation not in ISOLATIONS:
+            raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
         check_gamma(self.reward.gamma, self.ppo.gamma)
 
-    def agent_config(self, task: Task) -> PPOConfig:
-        """PPO's settings with what follows from the task: the WAIT bias and the floor of advantages."""
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks by name."""
+        return tuple(name.strip() for name in self.task.split(","))
+
+    def agent_config(self, *tasks: Task) -> PPOConfig:
+        """PPO's settings with what follows from the tasks: the WAIT bias and the floor of advantages."""
         ops = len(head_preset(self.preset).heads[0].choices)
         network: NetworkConfig = self.ppo.network
         if not network.first_bias:
             network = replace(network, first_bias=(WAIT_BIAS, *(0.0,) * (ops - 1)))
-        return replace(
-            self.ppo, network=network, steps=task.steps, advantage_floor=max(self.ppo.advantage_floor, gain_error(task))
-        )
+        floor = max(self.ppo.advantage_floor, *(gain_error(task) for task in tasks))
+        return replace(self.ppo, network=network, steps=max(task.steps for task in tasks), advantage_floor=floor)
 
 
 def gain_error(task: Task) -> float:

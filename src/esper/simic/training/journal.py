@@ -1,0 +1,121 @@
+"""A round written down: an event per stage change, panic and episode; one line of metrics."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from esper.leyline import LifecycleOp, SlotConfig
+from esper.nissa import JsonLines
+from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.training.collect import RoundRecord
+
+
+def summary(records: Sequence[RoundRecord]) -> str:
+    """What the progress bar says about a round."""
+    many = len(records) > 1
+    parts = [
+        f"{record.task + ' ' if many else ''}objective {float(record.objective.mean()):+.2f}, committed "
+        f"{100 * float((record.added_parameters > 0).float().mean()):.0f} %"
+        for record in records
+    ]
+    return "; ".join(parts)
+
+
+def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots: SlotConfig) -> None:
+    """What happened to each host of a task. Envs are numbered over all tasks."""
+    first, where = record.first_env, {"round": round_index, "task": record.task}
+    for step, (env, change, blueprint) in record.changes:
+        events.write(
+            kind="stage",
+            **where,
+            step=step,
+            env=first + env,
+            slot=change.slot_id,
+            blueprint=blueprint,
+            source=change.source.name,
+            target=change.target.name,
+            cause=change.cause,
+        )
+    for step, env, why in record.symptoms:
+        events.write(kind="panic", **where, step=step, env=first + env, symptoms=why)
+    for env in range(len(record.objective)):
+        events.write(
+            kind="episode",
+            **where,
+            env=first + env,
+            objective=round(float(record.objective[env]), 4),
+            gain=round(float(record.gain[env]), 4),
+            accuracy=round(float(record.accuracy[env]), 4),
+            added_parameters=int(record.added_parameters[env]),
+            accuracies=_rounded(record.accuracies[:, env]),
+            control_accuracies=_rounded(record.control_accuracies[:, env]),
+            alphas={
+                slot_id: _rounded(record.alphas[:, env, place])
+                for place, slot_id in enumerate(slots.slot_ids)
+                if bool(record.alphas[:, env, place].any())
+            },
+        )
+
+
+def write_metrics(
+    metrics: JsonLines,
+    round_index: int,
+    records: Sequence[RoundRecord],
+    slots: SlotConfig,
+    update: PPOUpdateMetrics,
+    timing: dict[str, float],
+) -> None:
+    """The line of a round: over all tasks, each task where there are several, and the update."""
+    several = {record.task: _growth([record]) for record in records} if len(records) > 1 else {}
+    metrics.write(
+        round=round_index,
+        **_growth(records),
+        **({"tasks": several} if several else {}),
+        ops=_ops(records),
+        germinated=_germinated(records, slots),
+        **update.flat(),
+        timing=timing,
+    )
+
+
+def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
+    objective, gain, accuracy, added = (
+        torch.cat([getattr(record, name) for record in records]).tolist()
+        for name in ("objective", "gain", "accuracy", "added_parameters")
+    )
+    return {
+        "objective": statistics.fmean(objective),
+        "objective_std": statistics.pstdev(objective),
+        "gain": statistics.fmean(gain),
+        "accuracy": statistics.fmean(accuracy),
+        "added_parameters": statistics.fmean(added),
+        "committed": statistics.fmean(float(count > 0) for count in added),
+        "panics": sum(record.panics for record in records),
+        "reward": {
+            name: float(torch.cat([record.parts[name].sum(0) for record in records]).mean())
+            for name in records[0].parts
+        },
+    }
+
+
+def _ops(records: Sequence[RoundRecord]) -> dict[str, int]:
+    return dict(Counter(LifecycleOp(op).name for record in records for op in record.actions[..., 0].flatten().tolist()))
+
+
+def _germinated(records: Sequence[RoundRecord], slots: SlotConfig) -> dict[str, int]:
+    chosen: Counter[str] = Counter()
+    for record in records:
+        germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
+        chosen.update(
+            f"{slots.slot_ids[slot]}/{slots.blueprint_names[blueprint]}"
+            for _, slot, blueprint, *_ in germinated.tolist()
+        )
+    return dict(chosen)
+
+
+def _rounded(curve: Tensor) -> list[float]:
+    """As short as it is read: two digits."""
+    return [round(value, 2) for value in curve.tolist()]
