@@ -137,7 +137,7 @@ class PPOAgent:
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def act(
         self,
         observations: Tensor,
