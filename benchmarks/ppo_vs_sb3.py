@@ -1,7 +1,8 @@
 """Ours against sb3-contrib's RecurrentPPO: same environment, same settings, same number of weights, one thread each.
 
-CartPole-v1 with velocities hidden; 8 envs × 32 steps, 20 epochs, batch 256, LSTM 64. The two take turns, so
-that the machine's moods hit both. Needs sb3-contrib (`pip install sb3-contrib`).
+CartPole-v1 with velocities hidden; 8 envs × 32 steps, 20 epochs, batch 256, LSTM 64; all else of their policy is its
+default (an LSTM each for actor and critic, two layers of 64 behind each). The two take turns, so that the machine's
+moods hit both. Needs sb3-contrib (`pip install sb3-contrib`).
 
     python benchmarks/ppo_vs_sb3.py
 """
@@ -40,7 +41,7 @@ def ours(steps: int, seed: int) -> Trained:
     config = PPOConfig(
         steps=STEPS, epochs=EPOCHS, minibatches=ENVS * STEPS // BATCH, gamma=GAMMA, lam=LAM, rate=RATE, rate_end=END,
         clip=CLIP, clip_end=END, target_kl=None, entropy=0.0, explore=0.0, logit_penalty=0.0, critic_decay=0.0,
-        network=NetworkConfig(encoder=16, hidden=HIDDEN, head=144),
+        network=NetworkConfig(hidden=HIDDEN, head=128),
     )  # fmt: skip
     start = time.perf_counter()
     learned = learn(HiddenVelocityCartPole, total_steps=steps, n_envs=ENVS, seed=seed, config=config)
@@ -73,13 +74,7 @@ def theirs(steps: int, seed: int) -> Trained:
         ent_coef=0.0,
         learning_rate=lambda left: (END + (1 - END) * left) * RATE,
         clip_range=lambda left: (END + (1 - END) * left) * CLIP,
-        policy_kwargs={
-            "ortho_init": False,
-            "activation_fn": torch.nn.ReLU,
-            "lstm_hidden_size": HIDDEN,
-            "enable_critic_lstm": True,
-            "net_arch": {"pi": [64], "vf": [64]},
-        },
+        policy_kwargs={"lstm_hidden_size": HIDDEN},
         seed=seed,
         device="cpu",
     )

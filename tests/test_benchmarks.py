@@ -3,23 +3,32 @@
 import argparse
 import importlib
 import json
+import math
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from esper.tolaria import gains, get_task
+from esper.leyline import BadValueError, SeedStage, head_preset
+from esper.simic.training.evaluation import UnseenHosts
+from esper.simic.training.observe import accuracy_of
+from esper.tolaria import HostFleet, Task, TaskRegistry, gains, get_task
 from esper.tolaria.gains import GAINS_FILE, published_gains
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LIBRARIES = {"harness.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
 RUN_BELOW = {
     *("audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "gain_noise.py", "governor_alarms.py"),
-    *("ppo_learning.py", "ppo_update.py"),
+    *("ppo_learning.py", "ppo_update.py", "ablations.py", "audited_credit.py", "gain_lasts.py"),
 }
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
@@ -103,6 +112,182 @@ def test_audition(tmp_path: Path) -> None:
     assert written["trials"]["r1c0 depthwise"][0]["audition"] != written["trials"]["r1c0 norm"][0]["audition"]
     assert {"cpu", "torch", "threads", "date"} <= set(written["machine"])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Scripts as modules; tasks that they register are gone with the test."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(TaskRegistry, "_tasks", dict(TaskRegistry._tasks))
+    return importlib.import_module
+
+
+@pytest.fixture
+def run_here(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What a script prints, run in this process with few bootstraps: no time for another start of torch."""
+
+    def run(name: str, *arguments: str) -> str:
+        script = benchmark(name)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        monkeypatch.setattr(script, "BOOTSTRAPS", 20, raising=False)
+        script.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_ablations(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """Two variants, one seed: a row each; what is done is not done again, and other settings are refused."""
+    arguments = ["--rounds", "1", "--hosts", "4", "--unseen", "2", "--seeds", "1", "--steps", "2"]
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    only = ["--only", "default", "straight-through"]
+    printed = run_here("ablations", *arguments, *folders, *only)
+    rows = [line for line in printed.splitlines() if "±" in line and not line.startswith("digits")]
+    assert [row.split()[0] for row in rows] == ["default", "straight-through"]
+    written = json.loads((tmp_path / "out" / "ablations_digits_blind.json").read_text())
+    assert set(written["variants"]) == {"default", "straight-through"}
+    assert [len(hosts["objective"]) for hosts in written["variants"]["default"]["hosts"]] == [2]
+    config = json.loads((tmp_path / "runs" / "straight-through-0" / "config.json").read_text())["config"]
+    assert config["isolation"] == "straight_through"
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    again = run_here("ablations", *arguments, *folders, *only)
+    assert again.splitlines()[-4:] == printed.splitlines()[-4:]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()} == done
+    with pytest.raises(BadValueError, match="made with other settings"):
+        run_here("ablations", *arguments, *folders, *only, "--rounds", "2")
+
+
+def test_ablations_change_one_thing_each(benchmark: Callable[[str], ModuleType]) -> None:
+    """All ten variants differ from the default and from each other."""
+    script = benchmark("ablations")
+    variants = script.variants(script.TrainConfig())
+    assert len(variants) == 11
+    assert len(set(variants.values())) == 11
+    assert variants["default"] == script.TrainConfig()
+
+
+def test_measuring_needs_no_screen() -> None:
+    """A machine without the packages of the command line can import what runs for long."""
+    paths = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent / "src")])
+    code = "import sys; sys.modules['tyro'] = None; import ablations, audited_credit, gain_lasts"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=60)
+
+
+def test_audited_credit(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """A handful of seeds from one fleet: correlations with their intervals, and every audit in the JSON."""
+    printed = run_here(
+        "audited_credit", "--live", "6", "--hosts", "8", "--batches", "2", "--out", str(tmp_path / "out")
+    )
+    assert "accuracy, within slots" in printed
+    written = json.loads((tmp_path / "out" / "audited_credit_digits_blind.json").read_text())
+    assert written["spearman"]["accuracy, all"]["seeds"] == len(written["audits"]) == 6
+    assert len({audit["host"] for audit in written["audits"]}) == 6
+    assert any(audit["contribution"] != 0 for audit in written["audits"])
+    assert any(audit["effect"] != 0 for audit in written["audits"])
+
+
+def test_twins_differ_by_the_cut_alone(benchmark: Callable[[str], ModuleType]) -> None:
+    """From one snapshot: what is not cut ends alike to the last bit, what is cut does not; images are halved."""
+    script = benchmark("audited_credit")
+    fleet = HostFleet(replace(get_task("digits_blind"), batches_per_step=8), 4, seeds=[3, 4, 5, 6])
+    halves = script.Halves(fleet)
+    assert [len(part.targets) for part in (halves.first, halves.second)] == [200, 200]
+    together = torch.cat([halves.first.inputs, halves.second.inputs]).flatten(1).sum(1).sort().values
+    assert torch.equal(together, fleet.batches.validation().inputs.flatten(1).sum(1).sort().values)
+    plan = {"r1c0": script.Sowing("r1c0", "depthwise", 0, 2)}
+    script.grow(fleet, [plan] * 4, 9)
+    chosen = script.choose(fleet, random.Random(0))
+    assert chosen == dict.fromkeys(range(4), "r1c0")
+    fleet.snapshots.take()
+    kept, cut = script.twin(fleet, halves, 9, {}), script.twin(fleet, halves, 9, {0: "r1c0", 2: "r1c0"})
+    assert fleet.step_index == 14
+    assert [torch.equal(a.losses, b.losses) for a, b in zip(kept, cut, strict=True)] == [False, True, False, True]
+
+
+def test_rank_correlations(benchmark: Callable[[str], ModuleType]) -> None:
+    """By hand. Ranks 1 2 3 4 against 2 1 4 3: 1 − 6·4/(4·15) = 0.6. Within two slots of three: 1 and −1, so 0; over all
+    six the slots agree, 1 2 3 4 5 6 against 1 2 3 6 5 4: 1 − 6·8/(6·35) = 0.771."""
+    script = benchmark("audited_credit")
+    one, other = np.array([1.0, 2, 3, 4]), np.array([2.0, 1, 4, 3])
+    assert script.spearman(one, other) == pytest.approx(0.6)
+    assert math.isnan(script.spearman(one, np.ones(4)))
+    first, second = np.arange(6.0), np.array([1.0, 2, 3, 30, 20, 10])
+    slots = np.array(["a"] * 3 + ["b"] * 3)
+    assert script.within(first, second, slots) == pytest.approx(0.0)
+    assert script.spearman(first, second) == pytest.approx(1 - 48 / 210)
+    # Ties take their mean rank: 1.5 1.5 3 against 1 2 3 has a covariance of 1.5 and variances of 1.5 and 2.
+    assert script.spearman(np.array([0.0, 0, 1]), np.arange(3.0)) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
+
+
+def test_gain_lasts(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """Two hosts under two rules: who waits has no gain, and so no share of it; the work of growth is counted."""
+    printed = run_here(
+        "gain_lasts",
+        *("--policies", "random-commit", "wait", "--hosts", "2", "--steps", "2", "--out", str(tmp_path / "out")),
+    )
+    assert "over equal compute" in printed
+    policies = json.loads((tmp_path / "out" / "gain_lasts_digits_blind.json").read_text())["policies"]
+    waited, grown = policies["wait"], policies["random-commit"]
+    assert (waited["figures"]["gain"], waited["figures"]["gain_later"], waited["figures"]["share"]) == (0, 0, None)
+    assert grown["figures"]["work"] > waited["figures"]["work"] > 1
+    assert waited["by_seed"][0]["work_later"] == [1.0, 1.0]
+    later, control = waited["by_seed"][0]["compute_later"], waited["by_seed"][0]["control_later"]
+    assert later != control, "it was given more training than the control"
+
+
+def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[str], ModuleType]) -> None:
+    """Given one training's work and as much again, a host ends where its control does, at T and later, whatever another
+    host is given; given twice the work it ends where an episode of twice the length does."""
+    script = benchmark("gain_lasts")
+    task = replace(get_task("digits_blind"), steps=3, batches_per_step=4)
+    unseen = UnseenHosts(task, 2, 7, head_preset("core"))
+
+    def trained(episode: Task, steps: int, env: int) -> Tensor:
+        alone = HostFleet(episode, 2, seeds=unseen.seeds, batches=unseen.fleet.batches)
+        for _ in range(steps):
+            alone.train_step()
+            alone.tick()
+        return accuracy_of(alone.validate_committed())[env]
+
+    at_end, later = script.wait_for(unseen, unseen.seeds, np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    double = replace(task, steps=6)
+    assert at_end.tolist() == [trained(task, 3, 0), trained(double, 6, 1)]
+    assert later.tolist() == [trained(task, 6, 0), trained(double, 12, 1)]
+
+
+def test_only_fossils_are_trained_on(benchmark: Callable[[str], ModuleType]) -> None:
+    """Env 0 has committed one of its two seeds, env 1 none: afterwards there is one seed left in all, which learns."""
+    script = benchmark("gain_lasts")
+    fleet = HostFleet(replace(get_task("digits_blind"), steps=9, batches_per_step=2), 2)
+    for env, slot_id in ((0, "r1c0"), (0, "r1c1"), (1, "r1c0")):
+        fleet.germinate(env, slot_id, "depthwise")
+    for _ in range(9):
+        for env, states in enumerate(fleet.states):
+            for slot_id, state in list(states.items()):
+                if state.stage is SeedStage.TRAINING and state.steps_in_stage >= 2:
+                    fleet.advance(env, slot_id)
+        fleet.train_step()
+        fleet.validate(deployed=False)
+        fleet.tick()
+    fleet.fossilize(0, "r1c0")
+    before = fleet.banks["r1c0", "depthwise"].weights.matrix[0].clone()
+    _, work = script.train_on(fleet, [0, 1], final=False)
+    assert [fleet.grown_parameters(env) for env in (0, 1)] == [64, 0]
+    assert not torch.equal(fleet.banks["r1c0", "depthwise"].weights.matrix[0], before)
+    assert not fleet.banks["r1c1", "depthwise"].weights.matrix.any(), "what is not there has no weights"
+    assert work[0] > work[1] == 1.0
+
+
+def test_shares_of_gains(benchmark: Callable[[str], ModuleType]) -> None:
+    """By hand: gains of 10 and 30 of which 10 and 20 are left, 30/40; not the mean of 1 and 2/3."""
+    script = benchmark("gain_lasts")
+    assert script.share_of(np.array([[10.0, 30.0]]), np.array([[10.0, 20.0]])) == pytest.approx(0.75)
+    assert script.share_of(np.zeros((1, 2)), np.ones((1, 2))) is None
+    low, high = script.share_interval(np.array([[10.0, 30.0]]), np.array([[10.0, 20.0]]))
+    assert (low, high) == (pytest.approx(2 / 3), pytest.approx(1.0))
+    assert script.share_interval(np.array([[10.0, -30.0]]), np.ones((1, 2))) == (None, None)
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["train", "--hosts", "7"], "7 hosts are no whole number of groups"),
         (["train", "--resume", "nowhere"], "no run folder"),
         (["evaluate", "--policies", "nonsense"], "unknown policy 'nonsense'"),
-        (["evaluate", "--policies", "schedule"], "no plan for task 'digits_blind' is shipped"),
+        (["evaluate", "--task", "cifar_impaired", "--policies", "schedule"], "for task 'cifar_impaired' is shipped"),
         (["evaluate", "--policies", "heuristic:nowhere.json"], "cannot be read as JSON"),
         (["evaluate", "--task", "nonsense"], "unknown task 'nonsense'"),
     ],

@@ -8,8 +8,10 @@ import tyro
 from rich.console import Console
 
 from esper.cli.evaluate import EvaluateCommand
+from esper.cli.report import ReportCommand
 from esper.cli.tasks import TasksCommand
 from esper.cli.train import TrainCommand
+from esper.cli.tune import TuneCommand
 from esper.leyline import EsperError
 
 
@@ -23,7 +25,9 @@ class Command(Protocol):
 COMMANDS: dict[str, Callable[..., Command]] = {
     "tasks": TasksCommand,
     "train": TrainCommand,
+    "tune": TuneCommand,
     "evaluate": EvaluateCommand,
+    "report": ReportCommand,
 }
 
 

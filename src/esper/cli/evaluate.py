@@ -1,16 +1,25 @@
 """`esper evaluate`."""
 
-import statistics
-from dataclasses import dataclass
+import os
+import platform
+import shlex
+from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from esper.cli.evaluation_tables import kind_table, policy_table, tell_difference
 from esper.leyline import BadValueError
-from esper.simic.training.comparison import Comparison, run_comparison
+from esper.leyline.records import Json
+from esper.simic.training.comparison import Comparisons, run_comparisons
+from esper.simic.training.jobs import EvaluationConfig
+from esper.simic.training.runs import git_hash
+from esper.simic.training.verdicts import CLAIM_SEEDS
+
+PICTURES = (".png", ".svg")
 
 
 @dataclass(frozen=True)
@@ -18,56 +27,128 @@ class EvaluateCommand:
     """Compare policies on hosts that none of them was trained on, the same for each."""
 
     task: str = "digits_blind"
-    """Task whose hosts they grow."""
+    """Task whose hosts they grow; several, separated by commas: a table each, and the mean over them."""
     policies: str = "heuristic,random,random-commit,wait"
-    """Separated by commas: wait, random, random-commit, heuristic, heuristic:FILE, schedule:FILE, or a run folder;
-    runs of one configuration, one per training seed, are joined by +."""
+    """Separated by commas: wait, random, random-commit, heuristic, heuristic:FILE, schedule, schedule:FILE, oracle, or
+    a run folder; runs of one configuration, one per training seed, are joined by +. retrained:POLICY is what another
+    policy of the list ended with, trained from scratch; static:POLICY hosts of that size that never grow."""
     hosts: int = 64
     """Hosts that each policy grows; their controls come on top."""
     seed: int = 7
     """Which hosts."""
     json: Path | None = None
     """Write everything here."""
+    picture: Path | None = None
+    """Draw gain against parameters here, .png or .svg."""
+    greedy: bool = False
+    """Beside the sampled actions, let learned policies also take the likeliest ones: one more pass for each."""
+    margin: float = 1.0
+    """Points by which a policy may be worse than another and still be called not worse."""
+    workers: int = 1
+    """Processes that share the work, one thread each; the results are the same."""
     preset: str = "core"
     """Heads and ops of the policies: core or full, as the runs were trained."""
+    isolation: Literal["shadow", "straight_through"] = "shadow"
+    """How seeds in TRAINING learn, as the runs were trained."""
     final: bool = False
-    """Take hosts of the final range and score them on test images: once, at the very end."""
+    """Take hosts of the final range and score them on test images: once, at the very end. Signed into the run folders
+    (final.jsonl) before it begins."""
     device: str = "cpu"
     data_dir: Path | None = None
     """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""
 
     def run(self, console: Console) -> None:
-        """Print a table of policies and one of differences."""
+        """Print tables of policies and their differences."""
         torch.set_num_threads(1)
-        if self.json is not None and not self.json.resolve().parent.is_dir():
-            raise BadValueError(f"{self.json} cannot be written: there is no folder {self.json.parent}")
-        found = run_comparison(
-            self.task, [name.strip() for name in self.policies.split(",")], self.hosts, self.seed, final=self.final,
-            preset=self.preset, data_dir=self.data_dir,
-            device=self.device,
-        )  # fmt: skip
-        console.print(_policy_table(found))
-        for compared in found.compared:
-            d = compared.difference
-            console.print(
-                f"{compared.policy} − {compared.against}: {d.mean:+.2f} (95 % {d.low:+.2f} to {d.high:+.2f}, "
-                f"adjusted p {compared.adjusted_p:.3g}, {d.seeds} training seed{'s' if d.seeds > 1 else ''})"
-                + (" superior" if compared.superior else ""),
-                highlight=False,
-            )
-        if self.json is not None:
-            self.json.write_text(dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
-
-
-def _policy_table(found: Comparison) -> Table:
-    table = Table(title=f"{found.task}, {found.hosts} hosts, {'test' if found.final else 'validation'} images")
-    for column in ("policy", "objective", "accuracy %", "added parameters", "commits"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for name, results in found.policies.items():
-        objective, accuracy, added = (
-            statistics.fmean(value for result in results for value in getattr(result, part))
-            for part in ("objective", "accuracy", "added_params")
+        for target in (self.json, self.picture):
+            if target is not None and not target.resolve().parent.is_dir():
+                raise BadValueError(f"{target} cannot be written: there is no folder {target.parent}")
+        if self.picture is not None and self.picture.suffix not in PICTURES:
+            raise BadValueError(f"--picture {self.picture} must end in {' or '.join(PICTURES)}")
+        tasks, policies = ([name.strip() for name in given.split(",")] for given in (self.task, self.policies))
+        found = run_comparisons(
+            tasks,
+            policies,
+            EvaluationConfig(
+                tasks[0], self.hosts, self.seed, self.preset, self.final, self.isolation, self.device, self.data_dir
+            ),
+            margin=self.margin,
+            greedy=self.greedy,
+            workers=self.workers,
         )
-        commits = statistics.fmean(len(commit) for result in results for commit in result.commits)
-        table.add_row(name, f"{objective:+.2f}", f"{accuracy:.1f}", f"{added:.0f}", f"{commits:.2f}")
-    return table
+        _print(console, found)
+        if self.json is not None:
+            content = {**found.to_json(), "provenance": self._provenance()}
+            self.json.write_text(dumps(content, indent=1, allow_nan=False) + "\n")
+        if self.picture is not None:
+            draw(found, self.picture)
+
+    def _provenance(self) -> dict[str, Json]:
+        """What the figures were made with."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        flags = [
+            f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')} {shlex.quote(str(value))}"
+            for name, value in given.items()
+            if value != next(field.default for field in fields(self) if field.name == name)
+        ]
+        accelerator = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
+        return {
+            "command": " ".join(["esper evaluate", *flags]),
+            "git": git_hash(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": {
+                "system": platform.platform(),
+                "processor": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+                "accelerator": accelerator,
+            },
+        }
+
+
+def _print(console: Console, found: Comparisons) -> None:
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", highlight=False, markup=False)
+    for comparison in found.tasks.values():
+        console.print(policy_table(comparison))
+        if comparison.kinds:
+            console.print(kind_table(comparison))
+        for compared in comparison.compared:
+            console.print(tell_difference(compared), highlight=False, markup=False)
+    if found.compared:
+        console.print("Mean over tasks", highlight=False)
+        for name, seeds in found.objectives().items():
+            console.print(f"{name}: {sum(seeds) / len(seeds):+.2f}", highlight=False, markup=False)
+        for compared in found.compared:
+            console.print(tell_difference(compared), highlight=False, markup=False)
+    claims = [one for comparison in found.tasks.values() for one in comparison.compared]
+    if claims and not all(one.enough_seeds for one in claims):
+        console.print(
+            f"Where a learned policy has fewer than {CLAIM_SEEDS} training seeds, or none takes part, a difference is "
+            "a report, not a claim.",
+            highlight=False,
+        )
+
+
+def draw(found: Comparisons, path: Path) -> None:
+    """Gain against added parameters, a panel per task: hosts as dots, the mean of each policy on top."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0 * len(found.tasks), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(found.tasks), squeeze=False)[0]
+    for panel, comparison in zip(panels, found.tasks.values(), strict=True):
+        for number, (name, results) in enumerate(comparison.policies.items()):
+            added = [count for result in results for count in result.added_params]
+            gain = [points for result in results for points in result.gain]
+            colour = f"C{number % 10}"
+            panel.plot(added, gain, ".", color=colour, alpha=0.25, markersize=5)
+            mean = sum(added) / len(added), sum(gain) / len(gain)
+            panel.plot(*mean, "o", color=colour, markersize=10, markeredgecolor="black", label=name)
+        panel.axhline(0.0, color="grey", linewidth=0.8)
+        panel.set_xscale("symlog", linthresh=10)
+        panel.set_xlim(left=0)
+        panel.set_title(comparison.title)
+        panel.set_xlabel("added parameters")
+        panel.set_ylabel("gain over the control, points")
+        panel.legend(fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -132,8 +132,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         for _ in range(config.encoder_layers):
             layers += [nn.Linear(inputs, width), nn.ReLU()]
             inputs = width
-        # No norm: one behind a ReLU layer keeps directions and loses magnitudes, by which an angle of 0.01 looks like one
-        # of 0.1. (CartPole without velocities: a return of 196 with it, 368 without, after 40 k steps.)
+        # No norm: one behind a ReLU layer keeps directions and loses magnitudes, so an angle of 0.01 looks like one of
+        # 0.1. (CartPole without velocities, 20 to 40 k steps: returns around 190 with it, 350 without.)
         self.trunk = nn.Sequential(*layers)
         self.lstm = nn.LSTM(width, config.hidden)
         self.actor = nn.Linear(config.hidden, config.head)

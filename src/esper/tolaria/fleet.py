@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from esper.kasmina import LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
 from esper.kasmina.compare import RowScore
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM
+from esper.kasmina.slot import ISOLATIONS, Isolation
 from esper.leyline import (
     ACTIVE_STAGES,
     BadValueError,
     SeedStage,
     StageChange,
+    UnknownNameError,
     derive_seed,
 )
 from esper.tolaria.banks import Bank, bucket
@@ -65,11 +67,14 @@ class HostFleet(Lifecycles):
         compute: torch.dtype | None = None,
         config: LifecycleConfig | None = None,
         governor: GovernorConfig | None = None,
+        isolation: Isolation = "shadow",
         graphs: bool = True,
         validation_bytes: int | None = None,
     ) -> None:
         """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own.
 
+        `isolation` is how TRAINING seeds learn: from shadow rows of their own, or straight through the main row, which
+        needs no second pass and gives a seed no feedback of its own effect.
         Weights and statistics are kept in `dtype`; `compute` (default the same) is that of streams and products.
         On CUDA minibatches are replayed as `graphs`. `validation_bytes` is how much memory the activations of a
         validation may take (default: a quarter of a CUDA device, 1 GiB on the CPU).
@@ -79,6 +84,9 @@ class HostFleet(Lifecycles):
         self.seeds = list(range(n)) if seeds is None else list(seeds)
         if len(self.seeds) != n:
             raise BadValueError(f"{len(self.seeds)} seeds for {n} hosts: each host needs one")
+        if isolation not in ISOLATIONS:
+            raise UnknownNameError("isolation", isolation, ISOLATIONS)
+        self.isolation: Isolation = isolation
         slots = {slot.slot_id: slot for slot in task.slot_config.slots}
         super().__init__(n, slots, config if config is not None else LifecycleConfig(), task.parameter_budget)
         self.task, self.device, self.dtype, self.compute = task, _device(device), dtype, compute or dtype
@@ -367,6 +375,7 @@ class HostFleet(Lifecycles):
         model = MorphogeneticModel(
             host,
             list(self.slots),
+            isolation=self.isolation,
             config=self.config,
             budget=self.task.parameter_budget,
             rng_seed=derive_seed(self.seeds[env], "seeds"),

@@ -36,7 +36,7 @@ def structure(plan: Plan) -> Structure:
 def _structure(rows: Rows) -> Structure:
     births = tuple((birth.place, len(birth.parents)) for birth in rows.births)
     acts = tuple(
-        (place, act.bank.slot.slot_id, act.bank.blueprint, len(act.rows), act.detached, act.bank.styles)
+        (place, act.bank.slot.slot_id, act.bank.blueprint, len(act.rows), act.bank.styles, act.detached, act.silent)
         for place, found in sorted(rows.acts.items())
         for act in found
     )

@@ -116,8 +116,10 @@ class StackedHost:
                 h = born if h is None else cat_rows([h, born])
             for act in rows.acts.get(index, ()):
                 assert h is not None, "a bank acts where there are no rows"
-                taken = take_rows(h, act.rows)
+                taken = take_rows(h.detach() if act.silent else h, act.rows)
                 effect = act.bank.effect(taken, act.members, act.strength, act.valid, detached=act.detached)
+                if act.silent:
+                    effect = effect - effect.detach()
                 h = add_rows(h, act.rows, effect)
         assert h is not None, "a pass without rows"
         return PassResult(h, found, taps)

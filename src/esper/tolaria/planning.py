@@ -19,22 +19,27 @@ Entry = tuple[int, int]
 
 
 def main_rows(fleet: "HostFleet") -> Rows:
-    """One row per env: the networks themselves. A bank whose seeds all wait or train costs nothing here."""
+    """One row per env: the networks themselves. A bank whose seeds all wait or have shadows costs nothing here."""
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     acts: dict[int, list[Act]] = {}
     for (slot_id, blueprint), bank in fleet.banks.items():
+        here = []
         acting = _acting(fleet, slot_id, bank)
-        size = fleet.group_size(("main", slot_id, blueprint), len(acting))
-        if size:
-            act = _act(bank, acting, bank.strength, size, detached=False)
-            acts.setdefault(fleet.places[slot_id], []).append(act)
+        if size := fleet.group_size(("main", slot_id, blueprint), len(acting)):
+            here.append(_act(bank, acting, bank.strength, size, detached=False))
+        if fleet.isolation == "straight_through":
+            training = _acting(fleet, slot_id, bank, stages=(SeedStage.TRAINING,))
+            if size := fleet.group_size(("training", slot_id, blueprint), len(training)):
+                here.append(_act(bank, training, bank.full, size, detached=False)._replace(silent=True))
+        if here:
+            acts.setdefault(fleet.places[slot_id], []).extend(here)
     return Rows(everyone, (Birth(START, everyone),), acts, whole_fleet=True)
 
 
 def shadow_rows(fleet: "HostFleet") -> Rows | None:
-    """One row per TRAINING seed, padded to a bucket at each place; None where nothing trains."""
+    """One row per TRAINING seed, padded to a bucket at each place; None where nothing trains, or on the main rows."""
     extras = [extra for extra in find_extras(fleet) if not extra.silent]
-    if not extras:
+    if not extras or fleet.isolation == "straight_through":
         return None
     padded: list[Extra | None] = []
     births = []
@@ -98,12 +103,19 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
     ]
 
 
-def _acting(fleet: "HostFleet", slot_id: str, bank: Bank, number: Mapping[int, int] | None = None) -> list[Entry]:
-    """The main rows that seeds of this bank act on; `number` gives the rows by env where not all envs are there."""
+def _acting(
+    fleet: "HostFleet",
+    slot_id: str,
+    bank: Bank,
+    number: Mapping[int, int] | None = None,
+    stages: Container[SeedStage] = ACTIVE_STAGES,
+) -> list[Entry]:
+    """The main rows whose seeds of this bank are in these stages; `number` gives the rows by env where not all envs are
+    there."""
     return [
         (env if number is None else number[env], env)
         for env, states in enumerate(fleet.states)
-        if _acts_here(states[slot_id], bank) and (number is None or env in number)
+        if _acts_here(states[slot_id], bank, stages) and (number is None or env in number)
     ]
 
 

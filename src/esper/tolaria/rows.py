@@ -37,6 +37,9 @@ class Act(NamedTuple):
     strength: Tensor
     valid: Tensor
     detached: bool = False
+    silent: bool = False
+    """Straight through: the rows stay what they are; members get the gradient as if they acted, and nothing in front of
+    them does."""
 
 
 @dataclass(frozen=True)

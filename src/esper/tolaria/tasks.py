@@ -108,6 +108,10 @@ class Task:
         specs = [host.slots[host.slot_index(slot_id)] for slot_id in self.slot_ids]
         return SlotConfig(tuple(replace(spec, blueprints=BlueprintRegistry.offers(spec)) for spec in specs))
 
+    def defect_of(self, seed: int) -> Defect:
+        """What is wrong with the host of a seed."""
+        return self.defects[derive_seed(seed, "defect") % len(self.defects)]
+
     def make_host(self, seed: int) -> Host:
         """A fresh host: its weights, and its defect where the task has several, are a pure function of the seed."""
         # Layers of torch draw from the global stream as they are built: it is seeded for them, and put back.
@@ -115,8 +119,7 @@ class Task:
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = self.build_host()
         reset_parameters(host, derive_seed(seed, "host"))
-        defect = self.defects[derive_seed(seed, "defect") % len(self.defects)]
-        _apply_defect(host, defect, self.slot_ids[0])
+        _apply_defect(host, self.defect_of(seed), self.slot_ids[0])
         return host
 
     def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:

@@ -73,8 +73,7 @@ def test_schedules() -> None:
 
 
 class Walk(gym.Env[Any, Any]):
-    """Steps to the left or right are paid by position, and by a bet on its sign; at times there is no choice in either.
-    """
+    """Steps to the left or right are paid by position, and by a bet on its sign; at times neither has a choice."""
 
     observation_space = spaces.Box(-9, 9, (2,), np.float32)
     action_space = spaces.MultiDiscrete([3, 2])

@@ -129,9 +129,9 @@ def test_every_column_lives() -> None:
         views, _, _ = play(runner, RandomPolicy(runner.table), rng_seed)
         rows += [view.features for view in views]
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    collector = Collector(runner, agent, RewardConfig(), rng_seed=0)
-    collector.collect(0)  # only where rewards are paid there is a potential
-    seen = torch.cat([*rows, collector.raw.flatten(0, 1)])
+    collector = Collector([runner], agent, RewardConfig(), rng_seed=0)
+    [record] = collector.collect(0)  # only where rewards are paid there is a potential
+    seen = torch.cat([*rows, record.features.flatten(0, 1)])
     assert bool(seen.isfinite().all())
     shared = runner.layout.columns()
     alive = torch.zeros(len(runner.layout.column_names), dtype=torch.bool)
@@ -145,7 +145,7 @@ def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
     """Requirement 95, the buffer's half: the transition whose training panicked ends its segment with the penalty."""
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    collector = Collector(runner, agent, RewardConfig(), rng_seed=4)
+    collector = Collector([runner], agent, RewardConfig(), rng_seed=4)
     train, broken = runner.fleet.train_step, 1
     calls = iter(range(100))
 
@@ -155,14 +155,14 @@ def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
         return train()
 
     runner.fleet.train_step = faulty  # type: ignore[method-assign]  # a fault at the third step
-    record = collector.collect(0)
+    [record] = collector.collect(0)
     assert record.panics == 1
     ends = collector.buffer.ends[broken]
     assert ends.nonzero().flatten().tolist() == [2, 11], "later steps are a new segment"
     assert float(collector.buffer.rewards[broken, 2]) < -5
     assert float(collector.buffer.rewards[0].min()) > float(collector.buffer.rewards[broken, 2])
     succeeded = runner.layout.host.index("last_succeeded")
-    seen = collector.raw[:, broken, succeeded]
+    seen = record.features[:, broken, succeeded]
     assert seen.tolist() == [1.0, 1.0, 1.0, 0.0, *[1.0] * 8], "the policy is told"
 
 
@@ -189,7 +189,7 @@ def test_rewards_add_up_to_the_objective() -> None:
     """With γ = 1 and no panic, an episode's rewards sum to the hardened gain minus the rent of the fossils."""
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    record = Collector(runner, agent, RewardConfig(), rng_seed=4).collect(0)
+    [record] = Collector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
     assert record.panics == 0
     torch.testing.assert_close(record.rewards.sum(0), record.objective.float(), rtol=1e-4, atol=1e-3)
     assert float(record.rewards.abs().sum()) > 0

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from esper.simic.training.comparison import compare_all
+from esper.leyline import BadValueError
+from esper.leyline.student import t_quantile
 from esper.simic.training.evaluation import Result
-from esper.simic.training.statistics import compare, holm, t_quantile
+from esper.simic.training.statistics import compare, holm
+from esper.simic.training.verdicts import compare_all
 
 
 def result(objective: list[float]) -> Result:
@@ -89,3 +91,37 @@ def test_a_claim_needs_five_seeds() -> None:
         (found,) = compare_all({"runs/a+runs/b": runs, "wait": [result([0.0, 0.0])]})
         assert (found.policy, found.against, found.superior) == ("runs/a+runs/b", "wait", superior)
         assert found.adjusted_p < 0.05
+
+
+def test_a_policy_is_paired_with_its_own_control() -> None:
+    """Seed by seed: what a training run and its retrained hosts share cancels. By hand: gaps 1, 1, 1, 1, 2; mean 1.2,
+    error √0.2/√5 = 0.2, t = 2.776."""
+    mine = [[10.0 * seed, 10.0 * seed] for seed in range(5)]
+    theirs = [[10.0 * seed - (2 if seed == 4 else 1)] * 2 for seed in range(5)]
+    found = compare(mine, theirs, paired=True)
+    assert (found.mean, found.low) == pytest.approx((1.2, 1.2 - 2.776 * 0.2), rel=1e-3)
+    assert 0.9 < found.bootstrap_low < found.bootstrap_high < 1.7
+    assert compare(mine, theirs).low < -10, "as strangers they could be anything"
+    results = {"a+b+c+d+e": [result(row) for row in mine], "static:a+b+c+d+e": [result(row) for row in theirs]}
+    assert compare_all(results)[0].difference == found
+    with pytest.raises(BadValueError, match="5 and 4 training seeds"):
+        compare(mine, theirs[:4], paired=True)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "margin", "not_worse"), [(5, 1.0, True), (5, 0.6, False), (4, 1.0, False), (4, 50.0, False)]
+)
+def test_not_worse_by_a_margin(seeds: int, margin: float, not_worse: bool) -> None:
+    """The lower end must lie above −margin, with five training seeds. By hand, five: per seed −0.4, −0.2, 0, 0.2, 0.4;
+    mean 0, error √0.1/√5 = 0.1414, lower end −0.393; so moved by −0.3, −0.693."""
+    runs = [result([0.2 * (seed - 2) - 0.3] * 2) for seed in range(seeds)]
+    (found,) = compare_all({"+".join("abcde"[:seeds]): runs, "wait": [result([0.0, 0.0])]}, margin)
+    assert (found.not_worse, found.superior, found.margin) == (not_worse, False, margin)
+    assert found.enough_seeds == (seeds == 5)
+
+
+def test_rules_alone_claim_nothing() -> None:
+    """Their unit is the host: a report."""
+    (found,) = compare_all({"heuristic": [result([5.0, 5.1, 5.2])], "wait": [result([0.0, 0.0, 0.0])]})
+    assert found.adjusted_p < 0.05
+    assert not (found.superior or found.not_worse or found.enough_seeds)

@@ -270,7 +270,7 @@ class PPOAgent:
         return halted
 
     def _differentiate(self, lesson: Lesson, parts: list[Part], record: UpdateRecord) -> Tensor | None:
-        """Gradients of a minibatch, piece by piece. Returns the KL of the joint action where an update may stop by it."""
+        """Gradients of a minibatch, piece by piece. Returns the joint action's KL where an update may stop by it."""
         for weight in self._weights:
             weight.grad = None
         record.begin()

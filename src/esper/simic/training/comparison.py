@@ -1,39 +1,40 @@
 """`esper evaluate`: named policies on the same unseen hosts, paired and crossed."""
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
-from esper.leyline import head_preset
-from esper.leyline.numbers import require_whole
+from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
-from esper.leyline.records import Json
-from esper.simic.training.evaluation import AT_ONCE, Result, evaluate
-from esper.simic.training.named import RULES, make_policies
-from esper.simic.training.statistics import Difference, compare, holm
-from esper.tamiyo import growth_table
-from esper.tolaria import HostFleet, get_task
-
-CLAIM_SEEDS = 5
-"""Training seeds below which a difference is a report and no claim."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One policy against another, adjusted for all comparisons of the task."""
-
-    policy: str
-    against: str
-    difference: Difference
-    adjusted_p: float
-    superior: bool
-    """At least five training seeds, Holm-adjusted p below 0.05, and above 0"""
+from esper.leyline.records import Json, encode
+from esper.simic.training.evaluation import Result, host_seeds
+from esper.simic.training.finals import sign_final
+from esper.simic.training.jobs import (
+    ORACLE,
+    EvaluationConfig,
+    Job,
+    RunJobs,
+    base_of,
+    check_specs,
+    is_learned,
+    job_runner,
+    members,
+)
+from esper.simic.training.kinds import KindSummary, by_kind
+from esper.simic.training.runs import git_hash
+from esper.simic.training.verdicts import MARGIN, Compared, Rows, compare_all, compare_rows
+from esper.tolaria import get_task
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that `esper evaluate` found."""
+    """Everything that was found on one task."""
 
     task: str
     hosts: int
@@ -42,28 +43,99 @@ class Comparison:
     policies: dict[str, list[Result]]
     """By name, one result per training seed; rules have one"""
     compared: list[Compared]
+    greedy: dict[str, list[Result]] = field(default_factory=dict)
+    """Learned policies with the likeliest action instead of a sampled one"""
+    kinds: dict[str, dict[str, KindSummary]] = field(default_factory=dict)
+    """By policy and kind of host; empty where all hosts are of one kind"""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Task, hosts, and which images."""
+        return f"{self.task}, {self.hosts} hosts, {'test' if self.final else 'validation'} images"
+
+    def share_of_oracle(self, name: str) -> float | None:
+        """Mean objective over the oracle's; None without an oracle, or where it gains nothing."""
+        if ORACLE not in self.policies:
+            return None
+        best = _mean_objective(self.policies[ORACLE])
+        return _mean_objective(self.policies[name]) / best if best > 0 else None
 
     def to_json(self) -> dict[str, Json]:
         """Means over training seeds per host, and each seed beside them."""
+        policies = {}
+        for name, results in self.policies.items():
+            policies[name] = {
+                **_merged(results),
+                "by_kind": encode(self.kinds.get(name, {})),
+                "share_of_oracle": self.share_of_oracle(name),
+                "greedy": _merged(self.greedy[name]) if name in self.greedy else None,
+            }
         return {
             "task": self.task,
             "hosts": self.hosts,
             "seed": self.seed,
             "final": self.final,
-            "policies": {name: _merged(results) for name, results in self.policies.items()},
-            "differences": [asdict(compared) for compared in self.compared],
+            "policies": policies,
+            "differences": encode(self.compared),
+            "warnings": self.warnings,
         }
 
 
-def _merged(results: list[Result]) -> dict[str, Json]:
-    names = ("objective", "accuracy", "added_params")
-    merged = {name: np.mean([getattr(result, name) for result in results], 0).tolist() for name in names}
+@dataclass(frozen=True)
+class Comparisons:
+    """Several tasks, and the mean over them."""
+
+    tasks: dict[str, Comparison]
+    compared: list[Compared]
+    """Unit = the training seed: per seed the mean over tasks of the mean over hosts"""
+    warnings: list[str]
+
+    def objectives(self) -> dict[str, list[float]]:
+        """By policy and training seed: the mean over tasks."""
+        return {name: [fmean(row) for row in rows] for name, rows in _over_tasks(self.tasks).items()}
+
+    def to_json(self) -> dict[str, Json]:
+        """One task as it is; several under `tasks`, with the `mean` beside them."""
+        if len(self.tasks) == 1:
+            return next(iter(self.tasks.values())).to_json()
+        mean = {name: {"objective": fmean(seeds), "by_seed": seeds} for name, seeds in self.objectives().items()}
+        return {
+            "tasks": {name: found.to_json() for name, found in self.tasks.items()},
+            "mean": {"policies": mean, "differences": encode(self.compared)},
+            "warnings": self.warnings,
+        }
+
+
+def _mean_objective(results: Sequence[Result]) -> float:
+    return fmean(value for result in results for value in result.objective)
+
+
+def _merged(results: Sequence[Result]) -> dict[str, Json]:
+    """Lists over hosts are means over training seeds; commits are numbers per host."""
+    commits = Counter(name for result in results for names in result.commits for name in names)
+    episodes = sum(len(result.objective) for result in results)
     return {
-        **merged,
-        "control_accuracy": results[0].control_accuracy,
-        "commits": results[0].commits,
-        "by_seed": [asdict(result) for result in results] if len(results) > 1 else [],
+        **{name: _mean([getattr(result, name) for result in results]) for name in _LISTS},
+        "objective_at": {
+            rho: _mean([result.objective_at[rho] for result in results]) for rho in results[0].objective_at
+        },
+        "cost_by_pass": {
+            name: fmean(value for result in results for value in result.work[name]) for name in results[0].work
+        },
+        "commits": {name: number / episodes for name, number in commits.most_common()},
+        "by_seed": [
+            {name: getattr(result, name) for name in (*_LISTS, "objective_at", "commits")} for result in results
+        ],
     }
+
+
+_LISTS = ("objective", "accuracy", "control_accuracy", "added_params", "cost")
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    means: list[float] = np.mean(rows, 0).tolist()
+    return means
 
 
 def run_comparison(
@@ -78,41 +150,108 @@ def run_comparison(
     device: str = "cpu",
     progress: bool = True,
 ) -> Comparison:
-    """Evaluate policies given by name: a rule, `heuristic:FILE`, `schedule:FILE`, or run folders joined by `+`."""
-    require_whole("hosts", hosts, 2, remark="; one host has no interval")
-    task, heads = get_task(task_name), head_preset(preset)
-    fleet = HostFleet(task, 2 * min(hosts, AT_ONCE), device, data_dir=data_dir)
-    built = {spec: make_policies(spec, task, growth_table(heads, task.slot_config), device) for spec in specs}
-    flat = {(spec, index): policy for spec, made in built.items() for index, policy in enumerate(made)}
-    named = {f"{spec}#{index}": policy for (spec, index), policy in flat.items()}
-    batches = -(-hosts // min(hosts, AT_ONCE))
-    with progress_bar("evaluating", batches * len(named), shown=progress) as advance:
-        found = evaluate(task, named, hosts, rng_seed, heads, final=final, fleet=fleet, advance=advance)
-    results = {spec: [found[f"{spec}#{index}"] for index in range(len(made))] for spec, made in built.items()}
-    return Comparison(task_name, hosts, rng_seed, final, results, compare_all(results))
+    """Evaluate policies given by name on one task, in this process: see `run_comparisons`."""
+    config = EvaluationConfig(task_name, hosts, rng_seed, preset, final, device=device, data_dir=data_dir)
+    return run_comparisons([task_name], specs, config, progress=progress).tasks[task_name]
 
 
-def compare_all(results: dict[str, list[Result]]) -> list[Compared]:
-    """Every learned policy against all others, Holm-adjusted; without one, the first against the rest.
+def run_comparisons(
+    tasks: Sequence[str],
+    specs: Sequence[str],
+    config: EvaluationConfig,
+    *,
+    margin: float = MARGIN,
+    greedy: bool = False,
+    workers: int = 1,
+    progress: bool = True,
+) -> Comparisons:
+    """Evaluate policies given by name on several tasks; `config` says on which hosts, its task is not looked at.
 
-    A claim needs five training seeds of every learned policy in it.
+    A name is a rule, `heuristic:FILE`, `schedule:FILE`, `oracle`, run folders joined by `+`, or `retrained:POLICY` or
+    `static:POLICY` of another name of the list. A final evaluation is signed into the run folders before it begins.
     """
-    learned = [name for name in results if name.split(":")[0] not in RULES]
-    firsts = learned or list(results)[:1]
-    pairs = [
-        (name, other) for place, name in enumerate(firsts) for other in results if other not in firsts[: place + 1]
-    ]
-    differences = [
-        compare([result.objective for result in results[name]], [result.objective for result in results[other]])
-        for name, other in pairs
-    ]
-    adjusted = holm([difference.p for difference in differences])
+    if len(set(tasks)) != len(tasks) or not tasks:
+        raise BadValueError(f"tasks {list(tasks)} must be different ones, at least one")
+    if not 0.0 < margin < float("inf"):
+        raise BadValueError(f"margin {margin} must be positive and finite: points by which a policy may be worse")
+    configs = [replace(config, task=task) for task in tasks]
+    for each in configs:
+        check_specs(specs, each)
+    warnings = _sign(tasks, specs, config) if config.final else []
+    plain = [spec for spec in specs if base_of(spec) == spec]
+    grown = {
+        Key(each.task, spec, likeliest): [Job(each, member, greedy=likeliest) for member in members(spec)]
+        for each in configs
+        for spec in plain
+        for likeliest in ((False, True) if greedy and is_learned(spec) else (False,))
+    }
+    controls = [(each, spec) for each in configs for spec in specs if spec not in plain]
+    total = sum(map(len, grown.values())) + sum(len(grown[Key(each.task, base_of(spec))]) for each, spec in controls)
+    with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers, advance) as run:
+        found = _run_all(run, grown)
+        found |= _run_all(
+            run,
+            {
+                Key(each.task, spec): [Job(each, spec, base=result) for result in found[Key(each.task, base_of(spec))]]
+                for each, spec in controls
+            },
+        )
+    compared = {each.task: _on_one_task(each, specs, found, margin) for each in configs}
+    mean = compare_rows(_over_tasks(compared), margin) if len(tasks) > 1 else []
+    return Comparisons({task: replace(one, warnings=warnings) for task, one in compared.items()}, mean, warnings)
 
-    def enough(*names: str) -> bool:
-        counts = [len(results[name]) for name in names if name in learned]
-        return bool(counts) and min(counts) >= CLAIM_SEEDS
 
-    return [
-        Compared(name, other, d, p, enough(name, other) and p < 0.05 and d.mean > 0)
-        for (name, other), d, p in zip(pairs, differences, adjusted, strict=True)
-    ]
+class Key(NamedTuple):
+    """Whose results."""
+
+    task: str
+    spec: str
+    greedy: bool = False
+
+
+def _run_all(run: RunJobs, jobs: dict[Key, list[Job]]) -> dict[Key, list[Result]]:
+    results = iter(run([job for group in jobs.values() for job in group]))
+    return {key: [next(results) for _ in group] for key, group in jobs.items()}
+
+
+def _on_one_task(
+    config: EvaluationConfig, specs: Sequence[str], found: dict[Key, list[Result]], margin: float
+) -> Comparison:
+    task = get_task(config.task)
+    results = {spec: found[Key(task.name, spec)] for spec in specs}
+    seeds = host_seeds(config.hosts, config.seed, final=config.final)
+    return Comparison(
+        config.task,
+        config.hosts,
+        config.seed,
+        config.final,
+        results,
+        compare_all(results, margin),
+        {key.spec: rows for key, rows in found.items() if key.task == task.name and key.greedy},
+        {spec: by_kind(task, seeds, rows) for spec, rows in results.items()} if len(task.defects) > 1 else {},
+    )
+
+
+def _sign(tasks: Sequence[str], specs: Sequence[str], config: EvaluationConfig) -> list[str]:
+    runs = [Path(member) for spec in specs if is_learned(spec) for member in members(spec)]
+    entry = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": ",".join(tasks),
+        "hosts": config.hosts,
+        "seed": config.seed,
+        "git": git_hash(),
+        "policies": list(specs),
+    }
+    return sign_final(runs, entry)
+
+
+def _over_tasks(tasks: dict[str, Comparison]) -> Rows:
+    """Host i is the mean over tasks of their hosts i: so the mean over hosts is the mean over tasks of theirs."""
+    compared = list(tasks.values())
+    return {
+        name: [
+            _mean([one.policies[name][seed].objective for one in compared])
+            for seed in range(len(compared[0].policies[name]))
+        ]
+        for name in compared[0].policies
+    }

@@ -86,6 +86,8 @@ class EpisodeRunner:
         self.prober = Prober(fleet)
         self.final = False
         """Whether the end of an episode is scored on test images."""
+        self.committed: list[RowScore] = []
+        """Image by image, every env of the fleet as it was hardened at the end of the last episode."""
         self._number = {env: row for row, env in enumerate(groups.envs)}
 
     @property
@@ -129,7 +131,8 @@ class EpisodeRunner:
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
         hardened = None
         if fleet.step_index + 1 >= fleet.task.steps:
-            hardened = self._scores(fleet.validate_committed(final=self.final))
+            self.committed = fleet.validate_committed(final=self.final)
+            hardened = self._scores(self.committed)
         names = self._blueprints()
         changes += [
             SeedChange(self._number[env], change, names[self._number[env]][change.slot_id])

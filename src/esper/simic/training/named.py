@@ -1,29 +1,32 @@
 """Policies by name, as the command line gives them."""
 
-import json
 from pathlib import Path
 
 from esper.leyline import BadValueError, UnknownNameError
-from esper.leyline.records import Json, decode
 from esper.simic.training.learned import load_policy
 from esper.simic.training.runs import RunFolder, read_config
 from esper.tamiyo import ActionTable, Policy, growth_layout
 from esper.tamiyo.policies import (
-    HeuristicConfig,
     HeuristicTamiyo,
-    Plan,
     RandomCommitPolicy,
     RandomPolicy,
     SchedulePolicy,
     WaitPolicy,
 )
+from esper.tamiyo.policies.shipped import TunedKind, read_heuristic, read_plan, shipped_file
 from esper.tolaria import Task
 
-RULES = ("wait", "random", "random-commit", "heuristic", "schedule")
+RULES = ("wait", "random", "random-commit", "heuristic", "schedule", "oracle")
+"""Names of what was not learned."""
+SHIPPED = "shipped"
+"""`heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper."""
 
 
 def make_policies(spec: str, task: Task, table: ActionTable, device: str = "cpu") -> list[Policy]:
-    """The policies behind one name: one, or one per run folder."""
+    """The policies behind one name: one, or one per run folder.
+
+    A bare `schedule` is the shipped one of the task, a bare `heuristic` the untuned one.
+    """
     name, _, file = spec.partition(":")
     slots = task.slot_config
     if name == "wait":
@@ -33,13 +36,12 @@ def make_policies(spec: str, task: Task, table: ActionTable, device: str = "cpu"
     if name == "random-commit":
         return [RandomCommitPolicy(table, task.steps)]
     if name == "heuristic":
-        config = decode(HeuristicConfig, _read(file), file) if file else HeuristicConfig()
+        config = read_heuristic(_tuned_file("heuristic", file, task)) if file else None
         return [HeuristicTamiyo(table, slots, config)]
     if name == "schedule":
-        if not file:
-            raise BadValueError(f"no plan for task {task.name!r} is shipped; give one: schedule:FILE")
-        plan: Plan = decode(Plan, _read(file), file)
-        return [SchedulePolicy(table, slots, plan)]
+        return [SchedulePolicy(table, slots, read_plan(_tuned_file("schedule", file or SHIPPED, task)))]
+    if name == "oracle":
+        raise BadValueError("the oracle looks at results and acts on none: it is no policy; `esper evaluate` runs it")
     return [_from_run(Path(part), task, table, device) for part in spec.split("+")]
 
 
@@ -54,8 +56,5 @@ def _from_run(path: Path, task: Task, table: ActionTable, device: str) -> Policy
     return load_policy(last, table, layout, device=device)
 
 
-def _read(file: str) -> Json:
-    try:
-        return json.loads(Path(file).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise BadValueError(f"{file} cannot be read as JSON: {error}") from error
+def _tuned_file(kind: TunedKind, file: str, task: Task) -> Path:
+    return shipped_file(kind, task.name) if file == SHIPPED else Path(file)

@@ -44,7 +44,7 @@ class RunFolder:
         cls.check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            content = {"config": encode(config), "git": _git_hash(), "torch": torch.__version__}
+            content = {"config": encode(config), "git": git_hash(), "torch": torch.__version__}
             (path / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False, default=str) + "\n")
         except OSError as error:
             raise BadValueError(f"{path} cannot be written: {error}") from error
@@ -117,7 +117,7 @@ def _progress(checkpoint: Path) -> Progress:
     return progress
 
 
-def _git_hash() -> str | None:
+def git_hash() -> str | None:
     """The commit that the code is at, where it lies in a repository."""
     try:
         done = subprocess.run(

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline import BadValueError, derive_seed
+from esper.leyline.student import p_value, t_quantile
 
 Array = NDArray[np.float64]
 BOOTSTRAPS = 4000
@@ -30,17 +31,21 @@ class Difference:
     """Training seeds of the policy that has more of them"""
 
 
-def compare(mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], rng_seed: int = 0) -> Difference:
+def compare(
+    mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], rng_seed: int = 0, *, paired: bool = False
+) -> Difference:
     """Differences over the same hosts; one row of values per training seed, one row in all for a rule.
 
     The unit is the training seed: per seed the mean difference over hosts, then a t-interval over seeds. Two policies
-    with several seeds each are compared by Welch's interval, as their seeds have nothing to do with each other. Where
-    neither has several, the unit is the host.
+    with several seeds each are compared by Welch's interval, as their seeds have nothing to do with each other, unless
+    they are `paired`: row i of both comes from the same training. Where neither has several, the unit is the host.
     """
     left, right = np.asarray(mine, dtype=float), np.asarray(theirs, dtype=float)
     if left.shape[1] != right.shape[1]:
         raise BadValueError(f"policies on {left.shape[1]} and {right.shape[1]} hosts; they must be the same hosts")
-    if len(left) > 1 and len(right) > 1:
+    if paired and len(left) != len(right):
+        raise BadValueError(f"{len(left)} and {len(right)} training seeds cannot be paired")
+    if len(left) > 1 and len(right) > 1 and not paired:
         parts = [rows.mean(1) for rows in (left, right)]
         shares = [float(part.var(ddof=1)) / len(part) for part in parts]
         mean, error = float(parts[0].mean() - parts[1].mean()), math.sqrt(sum(shares))
@@ -52,30 +57,11 @@ def compare(mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], 
         mean, freedom = float(units.mean()), float(len(units) - 1)
         error = float(units.std(ddof=1)) / math.sqrt(len(units)) if len(units) > 1 else math.inf
     half = t_quantile(freedom) * error if freedom > 0 else math.inf
-    low, high = _bootstrap(left, right, rng_seed)
-    p = _p_value(mean, error, freedom) if freedom > 0 else 1.0
+    low, high = (
+        _bootstrap(left - right, np.zeros_like(left[:1]), rng_seed) if paired else _bootstrap(left, right, rng_seed)
+    )
+    p = p_value(mean, error, freedom) if freedom > 0 else 1.0
     return Difference(mean, mean - half, mean + half, low, high, p, max(len(left), len(right)))
-
-
-def t_quantile(freedom: float) -> float:
-    """The 97.5 % point of Student's t, by bisection of the two-sided p."""
-    low, high = 0.0, 1000.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _p_value(middle, 1.0, freedom) > 0.05 else (low, middle)
-    return high
-
-
-def _p_value(mean: float, error: float, freedom: float) -> float:
-    """Of Student's t, by integrating its density numerically."""
-    if error == 0:
-        return 0.0 if mean else 1.0
-    t = abs(mean) / error
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    # Substituting x = √ν·tan(u) makes the tail a finite stretch.
-    angles = np.linspace(math.atan(t / math.sqrt(freedom)), math.pi / 2, 4001)
-    density = np.cos(angles) ** (freedom - 1)
-    return float(min(1.0, 2 * scale * math.sqrt(freedom) * np.trapezoid(density, angles)))
 
 
 def _bootstrap(left: Array, right: Array, rng_seed: int) -> tuple[float, float]:

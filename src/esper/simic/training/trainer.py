@@ -15,10 +15,11 @@ from esper.simic.agent import PPOAgent
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.journal import summary, write_events, write_metrics
 from esper.simic.training.runs import RunFolder
-from esper.tolaria import HostFleet, get_task
+from esper.tolaria import get_task
 
 
 class Trainer:
@@ -51,7 +52,7 @@ class Trainer:
         """The hosts of one task; all tasks have equally many."""
         config = self.config
         groups = Groups.of(config.hosts // len(config.tasks), config.members)
-        fleet = HostFleet(
+        fleet = growth_fleet(
             get_task(name), groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation
         )
         return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)

@@ -2,6 +2,7 @@
 
 from esper.tamiyo.policies.heuristic import HeuristicConfig, HeuristicTamiyo
 from esper.tamiyo.policies.schedule import Plan, PlannedSeed, SchedulePolicy
+from esper.tamiyo.policies.shipped import read_heuristic, read_plan, shipped_file
 from esper.tamiyo.policies.simple import RandomCommitPolicy, RandomPolicy, WaitPolicy
 
 __all__ = [
@@ -13,4 +14,7 @@ __all__ = [
     "RandomPolicy",
     "SchedulePolicy",
     "WaitPolicy",
+    "read_heuristic",
+    "read_plan",
+    "shipped_file",
 ]

@@ -1,0 +1,82 @@
+"""What `esper evaluate` found, for a terminal."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from rich.table import Table
+
+from esper.simic.training.comparison import Comparison
+from esper.simic.training.evaluation import OTHER_RHOS, Result
+from esper.simic.training.verdicts import Compared
+
+
+def policy_table(found: Comparison) -> Table:
+    """A row per policy: means over hosts and training seeds."""
+    shares = {name: found.share_of_oracle(name) for name in found.policies}
+    bound = any(share is not None for share in shares.values())
+    extra = [name for name, there in (("greedy", found.greedy), ("of oracle", bound)) if there]
+    other = [f"at ρ={rho:g}" for rho in OTHER_RHOS]
+    table = _table(
+        found.title, "policy", "objective", *other, *extra, "accuracy %", "gain", "added parameters", "commits", "cost"
+    )
+    for name, results in found.policies.items():
+        beside = {
+            "greedy": f"{_mean(found.greedy[name], 'objective'):+.2f}" if name in found.greedy else "",
+            "of oracle": "" if shares[name] is None else f"{shares[name]:.0%}",
+        }
+        table.add_row(
+            name,
+            f"{_mean(results, 'objective'):+.2f}",
+            *(f"{fmean(v for r in results for v in r.objective_at[f'{rho:g}']):+.2f}" for rho in OTHER_RHOS),
+            *(beside[column] for column in extra),
+            f"{_mean(results, 'accuracy'):.1f}",
+            f"{_mean(results, 'gain'):+.2f}",
+            f"{_mean(results, 'added_params'):.0f}",
+            f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
+            f"{_mean(results, 'cost'):.1f}×" if results[0].cost else "",
+        )
+    return table
+
+
+def kind_table(found: Comparison) -> Table:
+    """A row per policy and kind of host."""
+    table = _table(
+        f"{found.task} by kind of host", "policy", "kind", "hosts", "objective", "gain", "added", "commits per slot",
+        "right slot",
+    )  # fmt: skip
+    for name, kinds in found.kinds.items():
+        for kind, summary in kinds.items():
+            slots = ", ".join(f"{slot} {share:.0%}" for slot, share in summary.slots.items() if share)
+            right = "" if summary.right_slot is None else summary.right_slot
+            if summary.right_slot_share is not None:
+                right += f" {summary.right_slot_share:.0%}"
+            table.add_row(
+                name, kind, str(summary.hosts), f"{summary.objective:+.2f}", f"{summary.gain:+.2f}",
+                f"{summary.added_share:.1%}", f"{summary.commits:.2f}" + (f": {slots}" if slots else ""), right,
+            )  # fmt: skip
+    return table
+
+
+def tell_difference(compared: Compared) -> str:
+    """One line."""
+    d = compared.difference
+    verdicts = [
+        *(["superior"] if compared.superior else []),
+        *([f"not worse by {compared.margin:g}"] if compared.not_worse else []),
+    ]
+    return (
+        f"{compared.policy} − {compared.against}: {d.mean:+.2f} (95 % {d.low:+.2f} to {d.high:+.2f}, bootstrap "
+        f"{d.bootstrap_low:+.2f} to {d.bootstrap_high:+.2f}, adjusted p {compared.adjusted_p:.3g}, "
+        f"{d.seeds} training seed{'s' if d.seeds > 1 else ''})" + (f" {', '.join(verdicts)}" if verdicts else "")
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("policy", "kind", "commits per slot") else "right")
+    return table
+
+
+def _mean(results: Sequence[Result], name: str) -> float:
+    return fmean(value for result in results for value in getattr(result, name))

@@ -1,0 +1,125 @@
+"""HTML by construction: text is escaped wherever it enters, and only `Markup` is taken as it is."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Literal
+
+from esper.karn import colours
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: str) -> Markup:
+    """`<tag attributes>children</tag>`; `class_` and `for_` lose their last letter."""
+    named = "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"' for name, value in attributes.items())
+    return Markup(f"<{tag}{named}>{join(children)}</{tag}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """One after the other; what is no markup is escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def section(name: str, title: str, *parts: str) -> Markup:
+    """A part of the page with a heading that can be linked to."""
+    return element("section", element("h2", title), *parts, id=name)
+
+
+def paragraph(*parts: str, class_: str = "") -> Markup:
+    """A paragraph."""
+    return element("p", *parts, **({"class_": class_} if class_ else {}))
+
+
+def picture(name: str, drawing: Markup, caption: str) -> Markup:
+    """A drawing over the sentence that says what is seen; `name` is the one that the drawing was saved with."""
+    return element("figure", drawing, element("figcaption", caption, id=f"{name}-caption"))
+
+
+def gallery(pictures: Iterable[Markup], columns: Literal["two", "three"] = "three") -> Markup:
+    """Pictures side by side, so many or as many as the window holds."""
+    return element("div", *pictures, class_=f"gallery {columns}")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> Markup:
+    """A table whose first column names the rows."""
+    titles = element("tr", *(element("th", cell, scope="col") for cell in head))
+    body = [
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    ]
+    filled = element("table", element("caption", caption), element("thead", titles), element("tbody", *body))
+    return element("div", filled, class_="wide")
+
+
+def folded(title: str, *parts: str) -> Markup:
+    """What only some readers want to see."""
+    return element("details", element("summary", title), *parts)
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> Markup:
+    """(colour, meaning) as swatches in a line."""
+    keys = [
+        element("span", element("i", style=f"background:{colour}"), meaning, class_="key")
+        for colour, meaning in entries
+    ]
+    return element("p", *keys, class_="legend")
+
+
+def page(title: str, *parts: str) -> str:
+    """The whole document: it loads nothing from anywhere."""
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8">'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup('<meta name="color-scheme" content="light dark">'),
+        element("title", title),
+        element("style", Markup(_css())),
+    )
+    body = element("body", element("main", *parts))
+    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _css() -> str:
+    light = "".join(f"--{colour.name}:{colour.light};" for colour in colours.ALL)
+    dark = "".join(f"--{colour.name}:{colour.dark};" for colour in colours.ALL)
+    return (
+        f":root{{color-scheme:light dark;--paper:#ffffff;--panel:#f6f8fa;{light}}}\n"
+        # Paper is white, whatever the screen is.
+        f"@media screen and (prefers-color-scheme:dark){{:root{{--paper:#14181d;--panel:#1d232a;{dark}}}}}\n" + _RULES
+    )
+
+
+_RULES = """
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1120px;margin:0 auto;padding:1.5rem}
+h1{font-size:1.7rem;line-height:1.2;margin:0 0 .5rem}
+h2{font-size:1.25rem;margin:2.5rem 0 .75rem;padding-bottom:.25rem;border-bottom:1px solid var(--faint)}
+h3{font-size:1rem;margin:1.5rem 0 .5rem}
+p{max-width:75ch;margin:.5rem 0}
+nav a{color:var(--blue);margin-right:1rem}
+.lead{font-size:1.08rem}
+.note{color:var(--muted)}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:1rem 0}
+dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
+figure{margin:1rem 0;break-inside:avoid}
+figure svg{display:block;max-width:100%;height:auto;font-family:"DejaVu Sans",Verdana,sans-serif}
+figcaption{max-width:85ch;margin-top:.35rem;color:var(--muted);font-size:.9rem}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--cell)),1fr));gap:.5rem 1.5rem}
+.two{--cell:480px}.three{--cell:330px}
+.gallery figure{margin:.5rem 0}
+.legend{max-width:none;font-size:.9rem}
+.key{display:inline-block;margin-right:1.1rem;white-space:nowrap}
+.key i{display:inline-block;width:1.1em;height:.8em;margin-right:.4em;border-radius:2px}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;margin:1rem 0}
+caption{text-align:left;color:var(--muted);padding-bottom:.35rem}
+th,td{padding:.25rem .75rem;text-align:right;border-bottom:1px solid var(--faint);vertical-align:top}
+th:first-child{text-align:left;overflow-wrap:anywhere;min-width:10ch;max-width:40ch}
+tbody th{font-weight:normal}
+details{margin:1rem 0}summary{cursor:pointer;color:var(--blue)}
+pre{background:var(--panel);padding:.75rem;overflow-x:auto;font-size:.8rem}
+@media print{main{max-width:none;padding:0}nav,details{display:none}h2{break-after:avoid}}
+"""

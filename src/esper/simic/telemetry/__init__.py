@@ -1,0 +1,51 @@
+"""What goes wrong in learning, named while it happens: measurements, alarms, profiles. Nothing here changes a run."""
+
+from esper.simic.telemetry.alarms import Alarm, Severity
+from esper.simic.telemetry.catalogue import alarm_catalogue
+from esper.simic.telemetry.detail import Detail, DetailLevel
+from esper.simic.telemetry.detector import AnomalyDetector, DetectorState
+from esper.simic.telemetry.drift import DriftState, GradientEMATracker
+from esper.simic.telemetry.facts import RoundFacts
+from esper.simic.telemetry.gradients import (
+    GradientFigures,
+    GradientReport,
+    collect_gradients,
+    gradients_of,
+    measure_gradients,
+)
+from esper.simic.telemetry.limits import AlarmLimits
+from esper.simic.telemetry.lstm import LstmHealth, compute_lstm_health
+from esper.simic.telemetry.observations import ColumnStatistics, observation_statistics
+from esper.simic.telemetry.ratios import Offender, RatioExplosionDiagnostic, RatioLimits, RatioReport
+from esper.simic.telemetry.spans import Spans, SpanTotal
+from esper.simic.telemetry.trace import operator_trace
+
+__all__ = [
+    "Alarm",
+    "AlarmLimits",
+    "AnomalyDetector",
+    "ColumnStatistics",
+    "Detail",
+    "DetailLevel",
+    "DetectorState",
+    "DriftState",
+    "GradientEMATracker",
+    "GradientFigures",
+    "GradientReport",
+    "LstmHealth",
+    "Offender",
+    "RatioExplosionDiagnostic",
+    "RatioLimits",
+    "RatioReport",
+    "RoundFacts",
+    "Severity",
+    "SpanTotal",
+    "Spans",
+    "alarm_catalogue",
+    "collect_gradients",
+    "compute_lstm_health",
+    "gradients_of",
+    "measure_gradients",
+    "observation_statistics",
+    "operator_trace",
+]

@@ -1,0 +1,108 @@
+"""From the figures of every round to alarms that begin once and end once."""
+
+from dataclasses import dataclass, field, replace
+
+from esper.leyline import BadValueError
+from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.telemetry.alarms import Alarm, Reading, Rule, Sight
+from esper.simic.telemetry.drift import DriftState, GradientEMATracker
+from esper.simic.telemetry.facts import RoundFacts
+from esper.simic.telemetry.limits import AlarmLimits
+from esper.simic.telemetry.rules import RULES
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One kind of alarm about one subject."""
+
+    kind: str
+    subject: str
+    bad: int = 0
+    """Bad readings running"""
+    calm: int = 0
+    """Healthy readings running"""
+    active: bool = False
+    since: int = 0
+    """The round in which it began, if it is active"""
+
+
+@dataclass(frozen=True)
+class DetectorState:
+    """What the detector remembers, for a checkpoint (`leyline.records.encode` and `decode`)."""
+
+    last_round: int = -1
+    drift: DriftState = field(default_factory=DriftState)
+    watches: tuple[Watch, ...] = ()
+
+
+class AnomalyDetector:
+    """Looks at every update. A condition is reported when it has lasted for its patience, and not again before it has
+    been healthy for `calm` rounds, which is reported as its end. A round without a reading changes nothing."""
+
+    def __init__(self, limits: AlarmLimits | None = None, state: DetectorState | None = None) -> None:
+        self.limits = limits if limits is not None else AlarmLimits()
+        state = state if state is not None else DetectorState()
+        self._last_round = state.last_round
+        self._tracker = GradientEMATracker(self.limits.drift_momentum, state.drift)
+        self._watches = {(watch.kind, watch.subject): watch for watch in state.watches}
+
+    @property
+    def state(self) -> DetectorState:
+        """All that a resumed run needs to go on alike."""
+        return DetectorState(self._last_round, self._tracker.state, tuple(self._watches.values()))
+
+    @property
+    def active(self) -> tuple[Watch, ...]:
+        """Alarms that have begun and not ended."""
+        return tuple(watch for watch in self._watches.values() if watch.active)
+
+    def look(self, round_index: int, metrics: PPOUpdateMetrics, facts: RoundFacts | None = None) -> tuple[Alarm, ...]:
+        """What begins or ends with this round, in the order of the catalogue."""
+        if round_index <= self._last_round:
+            raise BadValueError(f"round {round_index} after round {self._last_round}: each is looked at once, in order")
+        self._last_round = round_index
+        facts = facts if facts is not None else RoundFacts()
+        sight = Sight(metrics, facts, self.limits, self._drift(metrics.pre_clip_grad_norm))
+        judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(sight))
+        return tuple(alarm for alarm in judged if alarm is not None)
+
+    def _drift(self, norm: float) -> float | None:
+        """None as long as nothing is usual yet, and for norms that other alarms are about: after taking those in,
+        ordinary ones would look like drift."""
+        if not self.limits.gradient_low <= norm <= self.limits.gradient_high:
+            return None
+        known = self._tracker.state.count >= self.limits.drift_warmup
+        drift = self._tracker.observe(norm)
+        return drift if known else None
+
+    def _judge(self, rule: Rule, reading: Reading, round_index: int) -> Alarm | None:
+        key = rule.kind, reading.subject
+        watch = self._watches.get(key, Watch(*key))
+        bad = watch.bad + 1 if reading.verdict == "bad" else 0
+        calm = watch.calm + 1 if reading.verdict == "healthy" else 0
+        begins = not watch.active and bad >= rule.rounds(self.limits)
+        ends = watch.active and calm >= self.limits.calm
+        since = round_index if begins else watch.since
+        self._watches[key] = replace(
+            watch, bad=bad, calm=calm, active=(watch.active or begins) and not ends, since=since
+        )
+        if begins:
+            return self._begin(rule, reading, round_index)
+        if ends:
+            return self._end(rule, reading, round_index, since)
+        return None
+
+    def _begin(self, rule: Rule, reading: Reading, round_index: int) -> Alarm:
+        rounds = rule.rounds(self.limits)
+        cause = f"{_state(reading)}{reading.remark}" + (f", {rounds} rounds running" if rounds > 1 else "")
+        severity, numbers = rule.severity, (reading.value, reading.limit)
+        return Alarm(rule.kind, severity, round_index, reading.subject, False, *numbers, cause, rule.remedy)
+
+    def _end(self, rule: Rule, reading: Reading, round_index: int, since: int) -> Alarm:
+        cause = f"over: {_state(reading)}, healthy for {self.limits.calm} rounds; it began in round {since}"
+        return Alarm(rule.kind, "info", round_index, reading.subject, True, reading.value, reading.limit, cause, "")
+
+
+def _state(reading: Reading) -> str:
+    limit = "" if reading.limit is None else f" (limit {reading.limit:.3g})"
+    return f"the {reading.what} is {reading.value:.3g}{limit}"

@@ -1,0 +1,255 @@
+"""When an alarm begins, stays quiet, and ends."""
+
+import json
+import math
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from simic.telemetry.healthy import ORDINARY, metrics_with, metrics_with_head
+
+from esper.leyline import BadValueError
+from esper.leyline.records import decode, encode
+from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.telemetry import Alarm, AlarmLimits, AnomalyDetector, DetectorState, RoundFacts
+
+Seen = list[tuple[int, str, str, str]]
+
+
+def look(detector: AnomalyDetector, rounds: list[PPOUpdateMetrics], start: int = 0) -> Seen:
+    """(round, kind, subject, severity) of every alarm; ends are infos."""
+    return [
+        (alarm.round, alarm.kind, alarm.subject, alarm.severity)
+        for index, metrics in enumerate(rounds, start)
+        for alarm in detector.look(index, metrics)
+    ]
+
+
+QUIET = metrics_with()
+COLLAPSED = metrics_with_head("slot", entropy=0.01)
+
+
+@pytest.mark.parametrize("patience", [1, 3, 5])
+def test_entropy_collapse_on_the_nth_round(patience: int) -> None:
+    """Requirement 8: one head at 0.01: on the Nth round running, not before, and not again; other heads are healthy."""
+    detector = AnomalyDetector(AlarmLimits(entropy_patience=patience))
+    seen = look(detector, [COLLAPSED] * (patience + 4))
+    assert seen == [(patience - 1, "entropy_collapse", "slot", "warning")]
+
+
+def test_entropy_that_recovers_starts_anew() -> None:
+    """Requirement 8: N rounds *running*; two bad ones, a healthy one and two bad ones are not."""
+    assert look(AnomalyDetector(), [COLLAPSED, COLLAPSED, QUIET, COLLAPSED, COLLAPSED]) == []
+
+
+def test_a_head_without_a_choice_changes_nothing() -> None:
+    """Requirement 8: a round that gave the head no choice neither counts nor interrupts."""
+    unused = metrics_with_head("slot", entropy=None)
+    assert look(AnomalyDetector(), [COLLAPSED, COLLAPSED, unused, unused, COLLAPSED]) == [
+        (4, "entropy_collapse", "slot", "warning")
+    ]
+
+
+def test_entropy_limits_are_respected() -> None:
+    """Requirement 8: for all heads, and for one."""
+    lower = AlarmLimits(entropy=0.005, entropy_patience=1)
+    assert look(AnomalyDetector(lower), [COLLAPSED]) == []
+    own = AlarmLimits(entropy_by_head=(("slot", 0.005), ("op", 0.999)), entropy_patience=1)
+    assert look(AnomalyDetector(own), [COLLAPSED]) == [(0, "entropy_collapse", "op", "warning")]
+
+
+def test_exploration_does_not_hide_a_collapse() -> None:
+    """Requirement 8: with ε = 0.1 the mixture of a head that always chooses alike has an entropy of at least 0.1."""
+    hidden = replace(metrics_with_head("slot", entropy=0.115), epsilon=0.1)
+    seen = look(AnomalyDetector(AlarmLimits(entropy_patience=1)), [hidden])
+    assert seen == [(0, "entropy_collapse", "slot", "warning")]
+    assert look(AnomalyDetector(AlarmLimits(entropy_patience=1)), [replace(hidden, epsilon=0.0)]) == []
+
+
+@pytest.mark.parametrize("field", ["max_kl", "approx_kl"])
+def test_kl(field: str) -> None:
+    """Requirement 9: 0.2 is a spike, 0.6 is extreme and nothing else; each at once."""
+    assert look(AnomalyDetector(), [metrics_with(**{field: 0.2})]) == [(0, "kl_spike", "", "warning")]
+    assert look(AnomalyDetector(), [metrics_with(**{field: 0.6})]) == [(0, "kl_extreme", "", "critical")]
+    assert look(AnomalyDetector(), [metrics_with(**{field: 0.14})]) == []
+
+
+def test_kl_gets_worse_and_better() -> None:
+    """Requirement 9: a spike that becomes extreme is a new alarm; the spike is over only when both are."""
+    kls = [0.2, 0.2, 0.6, 0.7, 0.2, 0.01, 0.01, 0.01, 0.01]
+    assert look(AnomalyDetector(), [metrics_with(max_kl=kl, approx_kl=kl) for kl in kls]) == [
+        (0, "kl_spike", "", "warning"),
+        (2, "kl_extreme", "", "critical"),
+        (6, "kl_extreme", "", "info"),
+        (7, "kl_spike", "", "info"),
+    ]
+
+
+def test_hysteresis() -> None:
+    """Between 0.15 / 1.5 = 0.1 and 0.15 it is neither bad nor healthy: nothing ends, and it does not begin again."""
+    kls = [0.2, 0.01, 0.01, 0.12, 0.2, 0.01, 0.01, 0.01, 0.01, 0.2]
+    assert look(AnomalyDetector(), [metrics_with(max_kl=kl) for kl in kls]) == [
+        (0, "kl_spike", "", "warning"),
+        (7, "kl_spike", "", "info"),
+        (9, "kl_spike", "", "warning"),
+    ]
+
+
+def test_hysteresis_from_below() -> None:
+    """Entropy under 0.02 · 1.5 = 0.03, or an explained variance under −1 / 1.5 = −0.67, is no proof of health."""
+    detector = AnomalyDetector(AlarmLimits(entropy_patience=1, value_patience=1))
+    begins = [replace(metrics_with_head("slot", entropy=0.01), explained_variance=-2.0)]
+    between = [replace(metrics_with_head("slot", entropy=0.025), explained_variance=-0.8)] * 5
+    healthy = [replace(metrics_with_head("slot", entropy=0.031), explained_variance=-0.6)] * 3
+    assert look(detector, begins + between + healthy) == [
+        (0, "entropy_collapse", "slot", "warning"),
+        (0, "value_misleads", "", "warning"),
+        (8, "entropy_collapse", "slot", "info"),
+        (8, "value_misleads", "", "info"),
+    ]
+
+
+def test_a_kl_that_is_no_number() -> None:
+    """Requirement 9: whichever of the two it is, it is a numerical fault and nothing else."""
+    for kls in ({"max_kl": math.nan, "approx_kl": 0.6}, {"max_kl": 0.6, "approx_kl": math.nan}):
+        assert look(AnomalyDetector(), [metrics_with(**kls)]) == [(0, "numerical_fault", "", "critical")]
+
+
+def test_calm_is_configured() -> None:
+    """One healthy round ends it."""
+    kls = [0.2, 0.01, 0.2]
+    seen = look(AnomalyDetector(AlarmLimits(calm=1)), [metrics_with(max_kl=kl) for kl in kls])
+    assert [(number, severity) for number, _, _, severity in seen] == [(0, "warning"), (1, "info"), (2, "warning")]
+
+
+def test_drift() -> None:
+    """Requirement 42: three times the usual norm, two rounds running; one such round is noise."""
+    usual, tripled = metrics_with(pre_clip_grad_norm=2.0), metrics_with(pre_clip_grad_norm=6.0)
+    assert look(AnomalyDetector(), [usual] * 8 + [tripled] + [usual] * 3) == []
+    seen = look(AnomalyDetector(), [usual] * 8 + [tripled] * 4)
+    assert seen == [(9, "gradient_drift", "", "warning")]
+
+
+def test_drift_forgets_what_other_alarms_are_about() -> None:
+    """Requirement 42: after norms of 200 and 1e-4, ordinary ones are ordinary."""
+    usual = metrics_with(pre_clip_grad_norm=2.0)
+    bursts = [metrics_with(pre_clip_grad_norm=norm) for norm in (200.0, 200.0, 200.0, 1e-4, 0.0, float("nan"))]
+    seen = look(AnomalyDetector(), [usual] * 8 + bursts + [usual] * 5)
+    assert "gradient_drift" not in {kind for _, kind, _, _ in seen}
+    assert {kind for _, kind, _, _ in seen} == {"gradient_exploding", "gradient_vanishing"}
+
+
+def test_drift_needs_a_past() -> None:
+    """Requirement 42: in the first rounds nothing is usual yet."""
+    norms = [1.0, 5.0, 5.0, 25.0, 25.0]
+    assert look(AnomalyDetector(), [metrics_with(pre_clip_grad_norm=norm) for norm in norms]) == []
+
+
+def test_words() -> None:
+    """An alarm says what, how much, against what limit, and what to do; its end says since when."""
+    detector = AnomalyDetector(AlarmLimits(calm=1))
+    (begun,) = detector.look(4, metrics_with(behaviour_gap=2e-3))
+    assert begun.cause == "the behaviour gap is 0.002 (limit 0.001)"
+    assert "stored observations, masks or memories" in begun.remedy
+    assert str(begun) == f"round 4: behaviour_gap: {begun.cause}; {begun.remedy}"
+    assert (begun.value, begun.limit, begun.ended) == (2e-3, 1e-3, False)
+    (ended,) = detector.look(5, QUIET)
+    assert ended.ended
+    assert ended.severity == "info"
+    assert ended.cause.endswith("healthy for 1 rounds; it began in round 4")
+    with pytest.raises(FrozenInstanceError):
+        begun.round = 3  # type: ignore[misc]  # frozen
+
+
+def test_patience_is_in_the_words() -> None:
+    """How long it has lasted."""
+    detector = AnomalyDetector()
+    alarms = [alarm for index in range(3) for alarm in detector.look(index, COLLAPSED)]
+    assert [alarm.cause for alarm in alarms] == ["the entropy of head slot is 0.01 (limit 0.02), 3 rounds running"]
+
+
+def test_active() -> None:
+    """What has begun and not ended."""
+    detector = AnomalyDetector()
+    detector.look(7, metrics_with(max_kl=0.2))
+    assert [(watch.kind, watch.since) for watch in detector.active] == [("kl_spike", 7)]
+    for number in (8, 9, 10):
+        detector.look(number, QUIET)
+    assert detector.active == ()
+
+
+def test_rounds_in_order() -> None:
+    """A round that was looked at is not looked at again: counts would be wrong."""
+    detector = AnomalyDetector()
+    detector.look(3, QUIET)
+    with pytest.raises(BadValueError, match="round 3 after round 3"):
+        detector.look(3, QUIET)
+
+
+def scripted() -> list[PPOUpdateMetrics]:
+    """Rounds in which several alarms begin and end."""
+    noisy: list[dict[str, Any]] = [{"pre_clip_grad_norm": 1.0 + 0.1 * index} for index in range(8)]
+    noisy += [{"max_kl": 0.3, "pre_clip_grad_norm": 4.6}, {"max_kl": 0.12, "pre_clip_grad_norm": 4.7}, {}, {}, {}]
+    collapsed = metrics_with_head("op", entropy=0.0)
+    return [replace(collapsed if 2 < index < 9 else QUIET, **changes) for index, changes in enumerate(noisy)]
+
+
+@pytest.mark.parametrize("cut", range(1, 13))
+def test_goes_on_from_its_state(cut: int) -> None:
+    """Stopped after any round, stored as JSON and resumed: the same alarms as never stopped."""
+    rounds = scripted()
+    never_stopped = AnomalyDetector()
+    expected = look(never_stopped, rounds)
+    assert {kind for _, kind, _, _ in expected} == {"entropy_collapse", "kl_spike", "gradient_drift"}
+    first = AnomalyDetector()
+    before = look(first, rounds[:cut])
+    stored = json.loads(json.dumps(encode(first.state)))
+    second = AnomalyDetector(state=decode(DetectorState, stored, "detector"))
+    assert before + look(second, rounds[cut:], cut) == expected
+    assert second.state == never_stopped.state
+
+
+def test_looking_changes_nothing() -> None:
+    """The metrics are as they were."""
+    metrics, facts = metrics_with(), replace(ORDINARY.facts)
+    AnomalyDetector().look(0, metrics, facts)
+    assert (metrics, facts) == (ORDINARY.metrics, ORDINARY.facts)
+
+
+def test_alarms_are_json() -> None:
+    """Also of numbers that JSON does not have."""
+    (alarm,) = AnomalyDetector().look(0, metrics_with(joint_ratio_max=math.inf))
+    assert json.loads(json.dumps(encode(alarm)))["value"] == "inf"
+    assert decode(Alarm, encode(replace(alarm, value=1.0, limit=2.0)), "alarm") == replace(alarm, value=1.0, limit=2.0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kl_spike": 0.6},
+        {"ratio_low": 30.0},
+        {"entropy": 0.0},
+        {"entropy_patience": 0},
+        {"calm": 1.5},
+        {"band": 1.0},
+        {"drift": 0.9},
+        {"drift_momentum": 1.0},
+        {"explained_variance": 0.0},
+        {"commits": 2.0},
+        {"value_loss": math.nan},
+        {"entropy_by_head": (("op", -1.0),)},
+    ],
+)
+def test_limits_that_make_no_sense(bad: dict[str, Any]) -> None:
+    """Refused, with the name of the limit."""
+    with pytest.raises(BadValueError, match=next(iter(bad)).split("_")[0]):
+        AlarmLimits(**bad)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"panics": -1}, {"committed": 3, "episodes": 2}, {"hacking": 2, "acting": 1}, {"episodes": 1.0}]
+)
+def test_facts_that_make_no_sense(bad: dict[str, Any]) -> None:
+    """Refused, with the name of the count."""
+    with pytest.raises(BadValueError, match=next(iter(bad))):
+        RoundFacts(**bad)

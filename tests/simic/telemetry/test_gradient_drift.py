@@ -1,0 +1,78 @@
+"""The gradient norm against its own past."""
+
+import json
+import math
+
+import pytest
+
+from esper.leyline import BadValueError
+from esper.leyline.records import decode, encode
+from esper.simic.telemetry import DriftState, GradientEMATracker
+
+
+def test_by_hand() -> None:
+    """Requirement 42: drift is measured before the norm is taken in. Momentum 0.75: weights 1, 1/2, 1/3, 1/4, 1/4 …"""
+    tracker = GradientEMATracker(momentum=0.75)
+    assert tracker.mean is None
+    assert tracker.observe(1.0) == 1.0
+    assert tracker.observe(4.0) == pytest.approx(4.0)
+    assert tracker.mean == pytest.approx(2.0)  # exp(ln 4 / 2)
+    assert tracker.observe(2.0) == pytest.approx(1.0)
+    tracker.observe(2.0)
+    assert tracker.observe(32.0) == pytest.approx(16.0)
+    assert tracker.mean == pytest.approx(4.0)  # 2 · 16^(1/4)
+
+
+def test_threefold_norm() -> None:
+    """Requirement 42: three times the usual norm drifts by 3, and so does a third of it."""
+    for factor in (3.0, 1 / 3):
+        tracker = GradientEMATracker()
+        for _ in range(30):
+            assert tracker.observe(1.7) == pytest.approx(1.0)
+        assert tracker.observe(1.7 * factor) == pytest.approx(3.0)
+
+
+def test_the_mean_follows() -> None:
+    """A lasting change becomes what is usual."""
+    tracker = GradientEMATracker(momentum=0.9)
+    for _ in range(20):
+        tracker.observe(1.0)
+    drifts = [tracker.observe(3.0) for _ in range(50)]
+    assert drifts == sorted(drifts, reverse=True)
+    assert drifts[1] == pytest.approx(3**0.9)
+    assert drifts[-1] < 1.01
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0, -1.0])
+def test_what_is_no_norm_is_refused(norm: float) -> None:
+    """And leaves the mean as it was."""
+    tracker = GradientEMATracker()
+    tracker.observe(2.0)
+    with pytest.raises(BadValueError, match="norm"):
+        tracker.observe(norm)
+    assert tracker.state == DriftState(math.log(2.0), 1)
+
+
+def test_goes_on_from_its_state() -> None:
+    """Requirement 42: through JSON and back, the next drifts are the same to the bit."""
+    tracker = GradientEMATracker()
+    for norm in (1.0, 2.5, 0.7, 3.1):
+        tracker.observe(norm)
+    stored = json.loads(json.dumps(encode(tracker.state)))
+    again = GradientEMATracker(state=decode(DriftState, stored, "drift"))
+    assert [again.observe(norm) for norm in (1.3, 9.0)] == [tracker.observe(norm) for norm in (1.3, 9.0)]
+    assert again.state == tracker.state
+
+
+@pytest.mark.parametrize("bad", [{"count": -1}, {"log_mean": math.nan}, {"count": True}])
+def test_damaged_state(bad: dict[str, float]) -> None:
+    """Refused with the name."""
+    with pytest.raises(BadValueError, match=next(iter(bad))):
+        DriftState(**bad)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan])
+def test_momentum(momentum: float) -> None:
+    """With 1 nothing would ever be taken in."""
+    with pytest.raises(BadValueError, match="momentum"):
+        GradientEMATracker(momentum)
