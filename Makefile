@@ -12,7 +12,7 @@ venv: .venv/.built
 	touch $@
 
 demo: venv
-	$(BIN)/python examples/grow_by_hand.py
+	$(BIN)/esper demo
 
 test: venv
 	$(BIN)/ruff check .

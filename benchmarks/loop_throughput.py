@@ -93,8 +93,16 @@ def main() -> None:
                 trainer.run_round()
                 rounds.append(clock.now() - start)
                 phases.append(dict(clock.seconds))
-                print(f"round {len(rounds)}: {rounds[-1]:.1f} s", flush=True)
+                print(f"round {len(rounds)}: {rounds[-1]:.1f} s{_graphs(trainer)}", flush=True)
     report(arguments, trainer, rounds, phases)
+
+
+def _graphs(trainer: Trainer) -> str:
+    """How minibatches were run so far, where graphs are used."""
+    graphs = trainer.runners[0].fleet.graphs
+    if graphs is None:
+        return ""
+    return f"; so far {graphs.captures} captures, {graphs.replays} replays, {graphs.eager_runs} eager minibatches"
 
 
 def report(

@@ -7,6 +7,7 @@ from typing import Protocol
 import tyro
 from rich.console import Console
 
+from esper.cli.demo import DemoCommand
 from esper.cli.evaluate import EvaluateCommand
 from esper.cli.report import ReportCommand
 from esper.cli.tasks import TasksCommand
@@ -23,6 +24,7 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Callable[..., Command]] = {
+    "demo": DemoCommand,
     "tasks": TasksCommand,
     "train": TrainCommand,
     "tune": TuneCommand,

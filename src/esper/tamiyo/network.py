@@ -317,7 +317,7 @@ class FactoredRecurrentActorCritic(nn.Module):
                 slot = choice
             if place + 1 < len(self.table):
                 state = state + self._tell(head, choice, encoded)
-        taken, log_probs, entropies, counts, spreads = (torch.stack(c, -1) for c in zip(*columns, strict=True))
+        taken, log_probs, entropies, counts, spreads = (_side_by_side(c) for c in zip(*columns, strict=True))
         causal = torch.ones_like(taken, dtype=torch.bool) if used is None else used
         return Decision(taken, log_probs, entropies, counts, spreads, causal)
 
@@ -345,6 +345,11 @@ class FactoredRecurrentActorCritic(nn.Module):
             return layer.names.weight[choice]
         told = self.told[head.name](choice)
         return told
+
+
+def _side_by_side(columns: tuple[Tensor, ...]) -> Tensor:
+    """(n,) per head → (n, heads); of a single head a view."""
+    return torch.stack(columns, -1) if len(columns) > 1 else columns[0].unsqueeze(-1)
 
 
 def _pick(values: Tensor, choice: Tensor) -> Tensor:

@@ -287,10 +287,10 @@ def test_a_job_travels(runs: str) -> None:
     sent = [Job(config, "a"), Job(config, "random-commit")]
     with job_runner(1, lambda amount, words="": None) as run:
         here = run(sent)
-    there = [pickle.loads(pickle.dumps(jobs._run_in_worker(pickle.loads(pickle.dumps(job))))) for job in sent]
+    there = [pickle.loads(pickle.dumps(jobs.run_in_worker(pickle.loads(pickle.dumps(job))))) for job in sent]
     assert there == here
     with pytest.raises(BadValueError, match="nonsense: unknown policy"):
-        jobs._run_in_worker(Job(config, "nonsense"))
+        jobs.run_in_worker(Job(config, "nonsense"))
 
 
 @pytest.mark.slow

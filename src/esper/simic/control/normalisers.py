@@ -86,6 +86,7 @@ class ReturnNormalizer:
 
     def __init__(self, tasks: int = 1, mode: StatisticsMode = "ema", device: torch.device | str = "cpu") -> None:
         self.statistics = RunningMeanStd(tasks, mode, device=device)
+        self._units: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, returns: Tensor, tasks: Tensor, chosen: Tensor | None = None) -> None:
         """Take in returns (n,) of these tasks (n,), or the chosen ones (n,) bool of them."""
@@ -102,4 +103,7 @@ class ReturnNormalizer:
         return values * std + mean
 
     def _moments(self, tasks: Tensor) -> tuple[Tensor, Tensor]:
-        return self.statistics.mean[tasks].float(), self.statistics.std[tasks].float()
+        if self._units is None or self._units[0] is not self.statistics.mean:  # as above
+            self._units = self.statistics.mean, self.statistics.mean.float(), self.statistics.std.float()
+        _, mean, std = self._units
+        return mean[tasks], std[tasks]

@@ -11,7 +11,7 @@ from esper.simic.rewards.attribution import (
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
 from esper.simic.rewards.detectors import Finding, Suspects, detect, findings
 from esper.simic.rewards.families import FAMILIES, compute_reward
-from esper.simic.rewards.potentials import potential, relative_loss, rent
+from esper.simic.rewards.potentials import is_measured, potential, relative_loss, rent
 from esper.simic.rewards.transition import RewardBreakdown, Rewarded, RewardInputs
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "compute_reward",
     "detect",
     "findings",
+    "is_measured",
     "leave_one_out",
     "potential",
     "relative_loss",

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from esper.leyline import BadValueError, derive_seed
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
-from esper.simic.rewards import RewardConfig
+from esper.simic.rewards import RewardConfig, detect, is_measured
+from esper.simic.telemetry import LstmHealth, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
 from esper.simic.training.rewarding import reward_step
 from esper.simic.training.seeds import Purpose, host_seed
@@ -42,6 +43,10 @@ class RoundRecord(NamedTuple):
     control_accuracies: Tensor
     alphas: Tensor
     """(steps, n, slots): with which each step was trained"""
+    watched: Tensor
+    """(3,): acting seeds with a measured contribution over all steps; of these, hacking; of these, ransomware"""
+    lstm: LstmHealth | None
+    """The memory in mid-episode"""
     changes: list[tuple[int, SeedChange]]
     """(step, change)"""
     symptoms: list[tuple[int, int, list[str]]]
@@ -107,6 +112,7 @@ class Collector:
         results: list[StepResult] = []
         parts: list[dict[str, Tensor]] = []
         features: list[Tensor] = []
+        watched, lstm = torch.zeros(3, dtype=torch.long, device=agent.device), None
         for step in range(steps):
             view = runner.view()
             features.append(view.features)
@@ -115,6 +121,9 @@ class Collector:
             result = runner.step(decision.actions)
             rewarded = reward_step(self.reward, runner, view, decision.actions, result)
             runner.potential = rewarded.potential
+            watched += watch(result, self.reward)
+            if step == steps // 2:
+                lstm = compute_lstm_health(memory)
             ends = result.panics | runner.done
             values = agent.values_of(values, buffer.tasks[rows.start : rows.stop])
             buffer.add(
@@ -133,7 +142,7 @@ class Collector:
             memory = (memory[0].where(~ends[:, None], 0.0), memory[1].where(~ends[:, None], 0.0))
             results.append(result)
             parts.append(dict(rewarded.breakdown.parts))
-        return self._record(runner, rows, torch.stack(features), results, parts)
+        return self._record(runner, rows, torch.stack(features), results, parts, watched, lstm)
 
     def _record(
         self,
@@ -142,6 +151,8 @@ class Collector:
         features: Tensor,
         results: list[StepResult],
         parts: list[dict[str, Tensor]],
+        watched: Tensor,
+        lstm: LstmHealth | None,
     ) -> RoundRecord:
         last = results[-1]
         assert last.hardened_accuracy is not None
@@ -164,9 +175,18 @@ class Collector:
             accuracies=torch.stack([result.accuracy for result in results]),
             control_accuracies=torch.stack([result.control_accuracy for result in results]),
             alphas=torch.stack([result.slots.alpha for result in results]),
+            watched=watched,
+            lstm=lstm,
             changes=[(step, change) for step, result in enumerate(results) for change in result.changes],
             symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
         )
+
+
+def watch(result: StepResult, reward: RewardConfig) -> Tensor:
+    """(3,): acting seeds with a measured contribution, and how many of them look better than they are."""
+    suspects = detect(result.slots, result.gain, reward.limits)
+    measured = is_measured(result.slots.contribution, result.slots.alpha)
+    return torch.stack([flags.sum() for flags in (measured, *suspects)])
 
 
 def check_alike(runners: Sequence[EpisodeRunner]) -> None:

@@ -21,6 +21,7 @@ from esper.kasmina import AlphaController, CNNHost, GPTHost, Host, SeedState
 from esper.leyline import BadValueError, SeedStage
 from esper.simic.training.costs import PASSES, CostMeter, Structure
 from esper.simic.training.evaluation import Fossil, Result, Trajectory, UnseenHosts
+from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.observe import accuracy_of
 from esper.tolaria import HostFleet, Task
 
@@ -70,7 +71,7 @@ def train_static(unseen: UnseenHosts, base: Result) -> Result:
         for begin in range(0, len(members), unseen.fleet.n):
             numbers = members[begin : begin + unseen.fleet.n]
             seeds = [unseen.seeds[number] for number in numbers]
-            fleet = HostFleet(task, len(numbers), unseen.fleet.device, seeds, batches=unseen.fleet.batches)
+            fleet = growth_fleet(task, len(numbers), unseen.fleet.device, seeds, batches=unseen.fleet.batches)
             meter = CostMeter(fleet, final=unseen.final, plain=unseen.task)
             accuracy[numbers], cost = _train_through(fleet, meter, final=unseen.final)
             added[numbers] = float(task.host_parameters - unseen.task.host_parameters)

@@ -13,6 +13,7 @@ from esper.leyline.progress import Advance
 from esper.simic.training.collect import action_draws
 from esper.simic.training.costs import CostMeter, Structure
 from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.learned import LearnedPolicy
 from esper.simic.training.seeds import Purpose, host_seed
@@ -110,7 +111,7 @@ class UnseenHosts:
         self.purpose: Purpose = "final" if final else "evaluation"
         self.seeds = host_seeds(hosts, rng_seed, final=final)
         groups = Groups(min(hosts, AT_ONCE), 1)
-        self.fleet = fleet if fleet is not None else HostFleet(task, groups.hosts, device, data_dir=data_dir)
+        self.fleet = fleet if fleet is not None else growth_fleet(task, groups.hosts, device, data_dir=data_dir)
         self.runner = EpisodeRunner(self.fleet, groups, preset, sensing=sensing)
         self.runner.final = final
         self.meter = CostMeter(self.fleet, final=final)

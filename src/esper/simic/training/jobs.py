@@ -16,12 +16,13 @@ from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
 from esper.simic.training.controls import retrain, train_static
 from esper.simic.training.evaluation import AT_ONCE, Fossil, Result, Trajectory, UnseenHosts
+from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.learned import LearnedPolicy
 from esper.simic.training.named import RULES, make_policies
 from esper.simic.training.oracle import run_oracle
 from esper.tamiyo import Policy, growth_table
-from esper.tolaria import HostFleet, Task, get_task
+from esper.tolaria import Task, get_task
 
 ORACLE = "oracle"
 CONTROLS: dict[str, Callable[[UnseenHosts, Result], Result]] = {"retrained": retrain, "static": train_static}
@@ -51,7 +52,7 @@ class EvaluationConfig:
     def open(self) -> UnseenHosts:
         """The hosts, with a fleet for them."""
         task, n = get_task(self.task), Groups(min(self.hosts, AT_ONCE), 1).hosts
-        fleet = HostFleet(task, n, self.device, data_dir=self.data_dir, isolation=self.isolation)
+        fleet = growth_fleet(task, n, self.device, data_dir=self.data_dir, isolation=self.isolation)
         return UnseenHosts(task, self.hosts, self.seed, head_preset(self.preset), final=self.final, fleet=fleet)
 
 
@@ -156,10 +157,10 @@ def job_runner(workers: int, advance: Advance) -> Iterator[RunJobs]:
 
         yield run_here
         return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_worker)
+    pool = worker_pool(workers)
 
     def run_there(jobs: Sequence[Job]) -> list[Result]:
-        futures = {pool.submit(_run_in_worker, job): job for job in jobs}
+        futures = {pool.submit(run_in_worker, job): job for job in jobs}
         for future in as_completed(futures):
             future.result()  # the first failure ends all
             advance(1, futures[future].spec)
@@ -169,6 +170,11 @@ def job_runner(workers: int, advance: Advance) -> Iterator[RunJobs]:
         yield run_there
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def worker_pool(workers: int) -> ProcessPoolExecutor:
+    """Processes of one thread each for `run_in_worker`."""
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_worker)
 
 
 def _begin_worker() -> None:
@@ -181,7 +187,8 @@ def _opened(config: EvaluationConfig) -> UnseenHosts:
     return config.open()
 
 
-def _run_in_worker(job: Job) -> Result:
+def run_in_worker(job: Job) -> Result:
+    """Do it in a worker process."""
     try:
         return run_job(_opened(job.config), job)
     except EsperError as error:

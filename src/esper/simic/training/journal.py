@@ -1,4 +1,4 @@
-"""A round written down: an event per stage change, panic and episode; one line of metrics."""
+"""A round written down: an event per stage change, panic, episode and alarm; one line of metrics."""
 
 import statistics
 from collections import Counter
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SlotConfig
+from esper.leyline.records import encode
 from esper.nissa import JsonLines
 from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.telemetry import Alarm, RoundFacts
 from esper.simic.training.collect import RoundRecord
 
 
@@ -60,6 +62,28 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
         )
 
 
+def round_facts(records: Sequence[RoundRecord]) -> RoundFacts:
+    """What the detector of anomalies is told of a round. Host sync: a few."""
+    acting, hacking, ransomware = torch.stack([record.watched for record in records]).sum(0).tolist()
+    return RoundFacts(
+        episodes=sum(len(record.objective) for record in records),
+        committed=sum(int((record.added_parameters > 0).sum()) for record in records),
+        germinated=sum(_germinated(records).values()),
+        panics=sum(record.panics for record in records),
+        acting=acting,
+        hacking=hacking,
+        ransomware=ransomware,
+        lstm=records[0].lstm,
+    )
+
+
+def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> None:
+    """What began to be wrong, or ended."""
+    for alarm in alarms:
+        content = encode(alarm)
+        events.write(kind="alarm", alarm=content.pop("kind"), **content)
+
+
 def write_metrics(
     metrics: JsonLines,
     round_index: int,
@@ -75,8 +99,11 @@ def write_metrics(
         **_growth(records),
         **({"tasks": several} if several else {}),
         ops=_ops(records),
-        germinated=_germinated(records, slots),
-        **update.flat(),
+        germinated={
+            f"{slots.slot_ids[slot]}/{slots.blueprint_names[blueprint]}": number
+            for (slot, blueprint), number in _germinated(records).items()
+        },
+        **encode(update.flat()),  # what is not finite becomes words: an update that failed is written down too
         timing=timing,
     )
 
@@ -105,15 +132,13 @@ def _ops(records: Sequence[RoundRecord]) -> dict[str, int]:
     return dict(Counter(LifecycleOp(op).name for record in records for op in record.actions[..., 0].flatten().tolist()))
 
 
-def _germinated(records: Sequence[RoundRecord], slots: SlotConfig) -> dict[str, int]:
-    chosen: Counter[str] = Counter()
+def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
+    """How often each blueprint was germinated in each slot, both by number."""
+    chosen: Counter[tuple[int, int]] = Counter()
     for record in records:
         germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
-        chosen.update(
-            f"{slots.slot_ids[slot]}/{slots.blueprint_names[blueprint]}"
-            for _, slot, blueprint, *_ in germinated.tolist()
-        )
-    return dict(chosen)
+        chosen.update((slot, blueprint) for _, slot, blueprint, *_ in germinated.tolist())
+    return chosen
 
 
 def _rounded(curve: Tensor) -> list[float]:

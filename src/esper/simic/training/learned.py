@@ -6,7 +6,7 @@ from torch import Tensor
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.training.runs import Progress
+from esper.simic.training.runs import EXTRAS
 from esper.tamiyo import ActionTable, ObservationLayout, signals_to_features
 from esper.tamiyo.network import Memory
 from esper.tamiyo.policy import View
@@ -43,7 +43,7 @@ def load_policy(
     folder: Path, table: ActionTable, layout: ObservationLayout, *, greedy: bool = False, device: str = "cpu"
 ) -> LearnedPolicy:
     """The policy of a run's checkpoint, for hosts with these heads and columns; their slots may be others."""
-    agent, _ = load_agent(folder, {"progress": Progress}, device=device)
+    agent, _ = load_agent(folder, EXTRAS, device=device)
     if _columns(agent.layout) != _columns(layout):
         raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
     if _heads(agent.table) != _heads(table):

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,6 +13,7 @@ from esper.leyline import BadValueError, CheckpointError
 from esper.leyline.records import decode, encode
 from esper.nissa import JsonLines
 from esper.simic.agent import PPOAgent, load_agent, save_agent
+from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig
 
 CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
@@ -27,6 +28,18 @@ class Progress:
     metrics_offset: int
     torch_version: str
     threads: int
+
+
+@dataclass(frozen=True)
+class Watching:
+    """What the detector of anomalies remembers."""
+
+    detector: DetectorState = field(default_factory=DetectorState)
+    detail: Detail = field(default_factory=Detail)
+
+
+EXTRAS: dict[str, type] = {"progress": Progress, "watching": Watching}
+"""What lies beside the agent in a run's checkpoint."""
 
 
 class RunFolder:
@@ -72,22 +85,22 @@ class RunFolder:
         found = sorted((path / CHECKPOINTS).glob("round-*")) if (path / CHECKPOINTS).is_dir() else []
         return found[-1] if found else None
 
-    def keep(self, agent: PPOAgent, rounds: int) -> None:
+    def keep(self, agent: PPOAgent, rounds: int, watching: Watching) -> None:
         """A checkpoint after so many rounds; the logs up to here belong to it."""
         progress = Progress(
             rounds, self.events.flush(), self.metrics.flush(), torch.__version__, torch.get_num_threads()
         )
-        save_agent(agent, self.path / CHECKPOINTS / f"round-{rounds:05d}", {"progress": progress})
+        save_agent(agent, self.path / CHECKPOINTS / f"round-{rounds:05d}", {"progress": progress, "watching": watching})
 
-    def load(self, agent: PPOAgent) -> tuple[PPOAgent, int]:
+    def load(self, agent: PPOAgent) -> tuple[PPOAgent, int, Watching]:
         """The agent of the last checkpoint and how many rounds it has behind it; the given one if there is none."""
         last = self.last_checkpoint(self.path)
         if last is None:
-            return agent, 0
-        loaded, extras = load_agent(last, {"progress": Progress}, device=str(agent.device))
+            return agent, 0, Watching()
+        loaded, extras = load_agent(last, EXTRAS, device=str(agent.device))
         if loaded.table != agent.table or loaded.layout != agent.layout:
             raise CheckpointError(f"{last}: a policy with other heads or columns than this version of Esper builds")
-        return loaded, int(extras["progress"].rounds)
+        return loaded, int(extras["progress"].rounds), extras["watching"]
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +125,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _progress(checkpoint: Path) -> Progress:
-    _, extras = load_agent(checkpoint, {"progress": Progress})
+    _, extras = load_agent(checkpoint, EXTRAS)
     progress: Progress = extras["progress"]
     return progress
 

@@ -12,13 +12,14 @@ import torch
 from esper.leyline import derive_seed, head_preset
 from esper.leyline.progress import progress_bar
 from esper.simic.agent import PPOAgent
+from esper.simic.telemetry import Alarm, AnomalyDetector
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
-from esper.simic.training.journal import summary, write_events, write_metrics
-from esper.simic.training.runs import RunFolder
+from esper.simic.training.journal import round_facts, summary, write_alarms, write_events, write_metrics
+from esper.simic.training.runs import RunFolder, Watching
 from esper.tolaria import get_task
 
 
@@ -43,9 +44,12 @@ class Trainer:
         )
         # Last, so that a run that cannot start leaves nothing behind.
         self.folder = RunFolder.open(folder) if resume else RunFolder.create(folder, config)
-        self.round = 0
+        self.round, watching = 0, Watching()
         if resume:
-            self.agent, self.round = self.folder.load(self.agent)
+            self.agent, self.round, watching = self.folder.load(self.agent)
+        self.detector, self.detail = AnomalyDetector(state=watching.detector), watching.detail
+        self.alarms: tuple[Alarm, ...] = ()
+        """Of the last round"""
         self.collector = Collector(self.runners, self.agent, config.reward, config.seed)
 
     def _runner(self, name: str) -> EpisodeRunner:
@@ -63,6 +67,9 @@ class Trainer:
             try:
                 while self.round < self.config.rounds:
                     advance(1, summary(self.run_round()))
+                    for alarm in self.alarms:
+                        if alarm.severity != "info":
+                            print(f"{alarm.severity}: {alarm}", flush=True)
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
 
@@ -76,7 +83,11 @@ class Trainer:
         timing = {"collect_s": collected - start, "update_s": ended - collected}
         for record, runner in zip(records, self.runners, strict=True):
             write_events(self.folder.events, self.round, record, runner.slots)
+        alarms = self.detector.look(self.round, metrics, round_facts(records))
+        write_alarms(self.folder.events, alarms)
+        self.detail = self.detail.after(alarms)
         write_metrics(self.folder.metrics, self.round, records, self.runners[0].slots, metrics, timing)
         self.round += 1
-        self.folder.keep(self.agent, self.round)
+        self.folder.keep(self.agent, self.round, Watching(self.detector.state, self.detail))
+        self.alarms = alarms
         return records

@@ -11,10 +11,11 @@ from torch import Tensor
 from esper.leyline import HeadPreset
 from esper.leyline.progress import Advance
 from esper.simic.training.episode import EpisodeRunner, StepResult
+from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.seeds import host_seed
 from esper.tamiyo import ActionTable, Policy
-from esper.tolaria import HostFleet, Task
+from esper.tolaria import Task
 from esper.tolaria.batches import Batches
 
 AT_ONCE = 64
@@ -75,7 +76,7 @@ class Arena(Generic[Candidate]):
         """The last one where it has that shape: a new fleet costs memory, and CUDA graphs."""
         if self._runner is None or self._runner.groups != groups:
             self._runner = None
-            fleet = HostFleet(self.task, groups.hosts, self.device, batches=self.batches)
+            fleet = growth_fleet(self.task, groups.hosts, self.device, batches=self.batches)
             self._runner = EpisodeRunner(fleet, groups, self.preset)
             self._runner.final = self.final
         return self._runner

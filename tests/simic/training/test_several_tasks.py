@@ -1,0 +1,106 @@
+"""One policy on several tasks: who gets which rows, numbers and statistics."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from simic.training.tiny import tiny_task
+
+from esper.leyline import BadValueError, head_preset
+from esper.simic.agent import PPOAgent
+from esper.simic.rewards import RewardConfig
+from esper.simic.training.collect import Collector, check_alike
+from esper.simic.training.config import TrainConfig, growth_ppo
+from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.groups import Groups
+from esper.simic.training.runs import read_config
+from esper.simic.training.seeds import purpose_of
+from esper.simic.training.trainer import Trainer
+from esper.tolaria import HostFleet, Task, TaskRegistry, get_task
+
+SHORT = "digits_tiny_short"
+
+
+def short_task() -> Task:
+    """The tiny task with other hosts, and shorter episodes."""
+    if SHORT not in TaskRegistry.names():
+        TaskRegistry.register(replace(get_task("digits"), name=SHORT, steps=7, batches_per_step=2, batch=16))
+    return get_task(SHORT)
+
+
+def runner_of(task: Task, groups: int = 1, members: int = 2) -> EpisodeRunner:
+    """A fleet of it."""
+    shape = Groups(groups, members)
+    return EpisodeRunner(HostFleet(task, shape.hosts), shape, head_preset("core"))
+
+
+def test_each_task_fills_its_own_rows() -> None:
+    """Rows, lengths, hosts and draws: those of the first task are as if it were alone."""
+    runners = [runner_of(tiny_task()), runner_of(short_task())]
+    config = replace(growth_ppo(), steps=12)
+    made = [
+        PPOAgent(runners[0].table, runners[0].layout, config, total_updates=3, tasks=tasks, rng_seed=3)
+        for tasks in (2, 1)
+    ]
+    both = Collector(runners, made[0], RewardConfig(), rng_seed=4)
+    records = both.collect(0)
+    assert [(record.task, record.first_env) for record in records] == [("digits_tiny", 0), (SHORT, 2)]
+    assert both.buffer.lengths.tolist() == [12, 12, 7, 7]
+    assert both.buffer.tasks.tolist() == [0, 0, 1, 1]
+    assert both.buffer.ends[torch.arange(4), both.buffer.lengths - 1].all()
+    assert [tuple(record.actions.shape) for record in records] == [(12, 2, 3), (7, 2, 3)]
+    seeds = [seed for runner in runners for seed in runner.fleet.seeds]
+    assert len(set(seeds)) == 2, "a group each, of different hosts"
+    assert {purpose_of(seed) for seed in seeds} == {"training"}
+    alone = Collector([runner_of(tiny_task())], made[1], RewardConfig(), rng_seed=4)
+    [record] = alone.collect(0)
+    assert torch.equal(record.actions, records[0].actions)
+    assert torch.equal(record.objective, records[0].objective)
+
+
+def test_statistics_are_those_of_each_task() -> None:
+    """Returns and advantages are scaled by their own task; observations of all tasks share one normaliser."""
+    runners = [runner_of(tiny_task()), runner_of(short_task())]
+    agent = PPOAgent(runners[0].table, runners[0].layout, replace(growth_ppo(), steps=12), tasks=2, rng_seed=3)
+    collector = Collector(runners, agent, RewardConfig(), rng_seed=4)
+    collector.collect(0)
+    assert float(agent.observations.statistics.count[0]) == 2 * 12 + 2 * 7
+    agent.update(collector.buffer)
+    assert agent.returns.statistics.count.tolist() == [24.0, 14.0]
+
+
+def test_a_run_of_two_tasks(tmp_path: Path) -> None:
+    """A line of metrics with each task beside the whole; events name the task; the run goes on where it stopped."""
+    tiny_task(), short_task()
+    config = TrainConfig(task=f"digits_tiny, {SHORT}", rounds=2, hosts=8, members=3, seed=1)
+    trainer = Trainer(config, tmp_path / "run")
+    with trainer.folder:
+        trainer.run_round()
+    assert read_config(tmp_path / "run") == config
+    resumed = Trainer(read_config(tmp_path / "run"), tmp_path / "run", resume=True)
+    resumed.run(progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1]
+    parts = lines[1]["tasks"]
+    assert set(parts) == {"digits_tiny", SHORT}
+    assert lines[1]["objective"] == pytest.approx(sum(part["objective"] for part in parts.values()) / 2)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    episodes = [(event["task"], event["env"]) for event in events if event["kind"] == "episode" and event["round"] == 1]
+    assert episodes == [("digits_tiny", env) for env in range(3)] + [(SHORT, env) for env in range(3, 6)]
+
+
+def test_hosts_are_shared_evenly() -> None:
+    """Hosts that cannot be, and tasks named twice, are refused before anything is built."""
+    with pytest.raises(BadValueError, match="7 hosts for tasks"):
+        TrainConfig(task="digits,digits_blind", hosts=7)
+    with pytest.raises(BadValueError, match="name each once"):
+        TrainConfig(task="digits,digits", hosts=8)
+
+
+def test_tasks_that_differ_in_their_slots_are_refused() -> None:
+    """Heads and columns must be the same for all."""
+    other = replace(tiny_task(), name="digits_tiny_two_slots", slot_ids=("r1c0", "r1c1"))
+    with pytest.raises(BadValueError, match=r"cannot share a run: their \(slots, blueprints\) are \(3, .* and \(2, "):
+        check_alike([runner_of(tiny_task()), runner_of(other)])
