@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LIBRARIES = {"harness.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
 RUN_BELOW = {
     *("audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "gain_noise.py", "governor_alarms.py"),
-    *("ppo_learning.py", "ppo_update.py", "ablations.py", "audited_credit.py", "gain_lasts.py"),
+    *("ppo_learning.py", "ppo_update.py", "ablations.py", "audited_credit.py", "gain_lasts.py", "loop_throughput.py"),
 }
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
@@ -82,6 +82,7 @@ def test_help(name: str, tmp_path: Path) -> None:
         ("governor_alarms", ["--tasks", "digits_blind", "--hosts", "4", "--steps", "2"]),
         ("ppo_learning", ["--tasks", "factored", "--seeds", "2", "--episodes", "3", "--shorter", "50"]),
         ("gain_noise", ["--device", "cpu", "--members", "2", "--steps", "1"]),
+        ("loop_throughput", ["--task", "digits_blind", "--hosts", "4", "--rounds", "1"]),
         ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
     ],
 )

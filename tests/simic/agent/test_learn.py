@@ -15,6 +15,7 @@ from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import Learned, NotFiniteError, PPOConfig, SpaceError, learn
 from esper.simic.agent.learning import Collector
 from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.spaces import SpaceCodec
 from esper.simic.agent.vector import EnvBatch
 from esper.tamiyo import EmptyMaskError, NetworkConfig
 
@@ -238,3 +239,33 @@ def test_comes_back_from_disk(tmp_path: Path) -> None:
 def test_refuses_runs_shorter_than_a_round(total_steps: int, n_envs: int) -> None:
     with pytest.raises(BadValueError):
         learn(Bandit, config=SMALL, progress=False, total_steps=total_steps, n_envs=n_envs)
+
+
+@pytest.mark.parametrize("observation", [2, 6, -1])
+def test_a_category_that_the_space_lacks_is_refused(observation: int) -> None:
+    """One below the first must not count from the end."""
+    codec = SpaceCodec(3, 3, 3, (2,), (0,), True)
+    row = np.full(3, 7.0, np.float32)
+    with pytest.raises(SpaceError, match=r"the space has 3 … 5"):
+        codec.write_observation(observation, row)
+    assert row.tolist() == [7.0] * 3
+    codec.write_observation(5, row)
+    assert row.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_environments_are_closed_when_one_fails() -> None:
+    """An evaluation that ends in an error leaves none of them open."""
+    closed = []
+
+    class Failing(Bandit):
+        def step(self, action: Any) -> Any:
+            raise ValueError("broken")
+
+        def close(self) -> None:
+            closed.append(1)
+
+    learned = learn(Bandit, total_steps=64, n_envs=2, config=SMALL, progress=False)
+    learned.make_env = Failing
+    with pytest.raises(ValueError, match="broken"):
+        learned.evaluate(3, 0)
+    assert len(closed) == 3

@@ -30,7 +30,7 @@ EVALUATED_AT_ONCE = 16
 
 
 class Learned:
-    """A trained policy, with everything needed to use it, keep it and train it further."""
+    """A trained policy, with everything needed to use it and to keep it."""
 
     def __init__(self, agent: PPOAgent, codec: SpaceCodec, make_env: MakeEnv | None = None) -> None:
         self.agent, self.codec, self.make_env = agent, codec, make_env
@@ -62,8 +62,15 @@ class Learned:
         require_whole("episodes", episodes, 1)
         if self.make_env is None:
             raise BadValueError("no environment to evaluate in; hand one in: Learned.load(folder, make_env)")
-        agent, n = self.agent, min(episodes, EVALUATED_AT_ONCE)
-        envs = EnvBatch(self.make_env, n, self.codec)
+        envs = EnvBatch(self.make_env, min(episodes, EVALUATED_AT_ONCE), self.codec)
+        try:
+            return self._play(envs, episodes, seed, greedy=greedy)
+        finally:
+            envs.close()
+
+    def _play(self, envs: EnvBatch, episodes: int, seed: int, *, greedy: bool) -> list[float]:
+        """Returns of the episodes; each place takes the next one when it has finished one."""
+        agent, n = self.agent, len(envs.envs)
         results: dict[int, float] = {}
         running = list(range(n))
         waiting = iter(range(n, episodes))
@@ -100,7 +107,6 @@ class Learned:
                     begin(place, episode)
                 else:
                     envs.reset_one(place)
-        envs.close()
         return [results[episode] for episode in range(episodes)]
 
     def save(self, folder: Path | str) -> None:

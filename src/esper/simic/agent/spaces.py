@@ -46,8 +46,12 @@ class SpaceCodec:
     def write_observation(self, observation: Any, row: NDArray[np.float32]) -> None:  # Any: as the environment gives it
         """Fill one row with an observation."""
         if self.categories:
+            place = int(observation) - self.observation_start
+            if not 0 <= place < self.categories:
+                last = self.observation_start + self.categories - 1
+                raise SpaceError(f"an observation of {observation}; the space has {self.observation_start} … {last}")
             row[:] = 0.0
-            row[int(observation) - self.observation_start] = 1.0
+            row[place] = 1.0
             return
         values = np.asarray(observation, dtype=np.float32)
         if values.size != self.observation_size:
