@@ -47,6 +47,17 @@ def test_what_lies_behind_a_checkpoint_is_kept_aside(tmp_path: Path) -> None:
         JsonLines(path, 10_000)
 
 
+def test_a_second_tail_does_not_replace_the_first(tmp_path: Path) -> None:
+    """A run may be killed twice in the same round."""
+    path = tmp_path / "log.jsonl"
+    for number in range(3):
+        with JsonLines(path, 0 if path.exists() else None) as log:
+            log.write(life=number)
+    assert list(read_lines(path)) == [{"life": 2}]
+    tails = [tmp_path / name for name in ("log.jsonl.tail-0", "log.jsonl.tail-0.1")]
+    assert [list(read_lines(tail)) for tail in tails] == [[{"life": 0}], [{"life": 1}]]
+
+
 def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "log.jsonl") as log, pytest.raises(BadValueError, match="nan"):
         log.write(loss=float("nan"))

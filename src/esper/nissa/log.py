@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -51,14 +52,26 @@ class JsonLines:
 
 
 def _truncate(path: Path, offset: int) -> None:
-    content = path.read_bytes() if path.exists() else b""
-    if len(content) < offset:
-        raise BadValueError(
-            f"{path} has {len(content)} bytes, the checkpoint was written after {offset}: lines are lost"
-        )
-    if content[offset:]:
-        path.with_name(f"{path.name}.tail-{offset}").write_bytes(content[offset:])
-        path.write_bytes(content[:offset])
+    """Cut a file off at an offset. What lies behind it is on the disk in a file of its own before it is cut."""
+    size = path.stat().st_size if path.exists() else 0
+    if size < offset:
+        raise BadValueError(f"{path} has {size} bytes, the checkpoint was written after {offset}: lines are lost")
+    if size == offset:
+        return
+    with path.open("r+b") as file:
+        file.seek(offset)
+        with _tail(path, offset).open("xb") as kept:
+            kept.write(file.read())
+            kept.flush()
+            os.fsync(kept.fileno())
+        file.truncate(offset)
+        os.fsync(file.fileno())
+
+
+def _tail(path: Path, offset: int) -> Path:
+    """A name that is not taken: a run may be killed twice in the same round."""
+    names = (f"{path.name}.tail-{offset}{f'.{n}' if n else ''}" for n in count())
+    return next(found for name in names if not (found := path.with_name(name)).exists())
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Json]]:

@@ -246,6 +246,16 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "part").glob("events.jsonl.tail-*")], "what was cut off is kept aside"
 
 
+def test_other_conditions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on under another torch, or with other kernels, may differ in its last bits: it says so."""
+    part = Trainer(config(), tmp_path / "run")
+    with part.folder:
+        part.run_round()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ABACUS")
+    with pytest.warns(RuntimeWarning, match=r"not bit for bit: cpu \S+ → ABACUS"):
+        Trainer(config(), tmp_path / "run", resume=True)
+
+
 def test_the_log_tells_every_life(tmp_path: Path) -> None:
     """Each seed's stages in order, under one blueprint; and an episode per grown env and round."""
     trainer = Trainer(config(rounds=1, hosts=18), tmp_path / "run")

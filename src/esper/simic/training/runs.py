@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from dataclasses import dataclass, field, replace
+import warnings
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,14 +21,28 @@ CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.j
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What numbers may depend on beside the seed."""
+
+    torch: str
+    threads: int
+    cpu: str
+    """The instructions that kernels may use"""
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Of this process."""
+        return cls(torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+
+
+@dataclass(frozen=True)
 class Progress:
     """Where a run was when a checkpoint was written."""
 
     rounds: int
     events_offset: int
     metrics_offset: int
-    torch_version: str
-    threads: int
+    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -87,9 +102,7 @@ class RunFolder:
 
     def keep(self, agent: PPOAgent, rounds: int, watching: Watching) -> None:
         """A checkpoint after so many rounds; the logs up to here belong to it."""
-        progress = Progress(
-            rounds, self.events.flush(), self.metrics.flush(), torch.__version__, torch.get_num_threads()
-        )
+        progress = Progress(rounds, self.events.flush(), self.metrics.flush(), Machine.here())
         save_agent(agent, self.path / CHECKPOINTS / f"round-{rounds:05d}", {"progress": progress, "watching": watching})
 
     def load(self, agent: PPOAgent) -> tuple[PPOAgent, int, Watching]:
@@ -100,6 +113,7 @@ class RunFolder:
         loaded, extras = load_agent(last, EXTRAS, device=str(agent.device))
         if loaded.table != agent.table or loaded.layout != agent.layout:
             raise CheckpointError(f"{last}: a policy with other heads or columns than this version of Esper builds")
+        _warn_of_differences(extras["progress"].machine)
         return loaded, int(extras["progress"].rounds), extras["watching"]
 
     def __enter__(self) -> Self:
@@ -110,6 +124,15 @@ class RunFolder:
     ) -> None:
         self.events.close()
         self.metrics.close()
+
+
+def _warn_of_differences(then: Machine) -> None:
+    """Say so where a run goes on under other conditions."""
+    now = Machine.here()
+    names = [each.name for each in fields(Machine) if getattr(then, each.name) != getattr(now, each.name)]
+    if names:
+        changed = ", ".join(f"{name} {getattr(then, name)} → {getattr(now, name)}" for name in names)
+        warnings.warn(f"the run goes on, but not bit for bit: {changed}", RuntimeWarning, stacklevel=3)
 
 
 def read_config(path: Path) -> TrainConfig:
