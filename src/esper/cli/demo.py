@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from esper.cli.evaluation_tables import policy_table, tell_difference
+from esper.cli.evaluation_tables import short_table, tell_difference
 from esper.simic.training.comparison import Comparison
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.evaluation import Result
@@ -29,7 +29,7 @@ class DemoCommand:
     """Train a controller on hosts that cannot see shapes, compare it with rules on hosts that it has never seen, tell
     what it learned, and write a report. Two cores, about four minutes."""
 
-    rounds: int = 10
+    rounds: int = 8
     """Rounds of training."""
     hosts: int = 24
     """Hosts per round, controls included."""
@@ -53,9 +53,7 @@ class DemoCommand:
             f"Training it for {self.rounds} rounds of {self.hosts} hosts:",
             highlight=False,
         )
-        config = TrainConfig(
-            task=TASK, rounds=self.rounds, hosts=self.hosts, members=self.members, seed=self.seed
-        )  # fmt: skip
+        config = TrainConfig(task=TASK, rounds=self.rounds, hosts=self.hosts, members=self.members, seed=self.seed)
         unseen = EvaluationConfig(TASK, self.unseen, EVALUATION_SEED)
         with worker_pool(1) as pool:
             measured = {name: pool.submit(run_in_worker, Job(unseen, name)) for name in RULES}
@@ -84,7 +82,7 @@ def _tell(console: Console, found: Comparison, folder: Path) -> None:
     from esper.karn import read_run, write_report
     from esper.karn.story import what_was_learned
 
-    console.print(policy_table(found))
+    console.print(short_table(found))
     for compared in found.compared:
         console.print(tell_difference(compared), highlight=False, markup=False)
     console.print("One training seed: a report, not a claim.\n", highlight=False)

@@ -38,6 +38,15 @@ def policy_table(found: Comparison) -> Table:
     return table
 
 
+def short_table(found: Comparison) -> Table:
+    """The columns that matter most, for a narrow terminal."""
+    table = _table(found.title, "policy", "objective", "accuracy %", "added parameters")
+    for name, results in found.policies.items():
+        figures = [_mean(results, column) for column in ("objective", "accuracy", "added_params")]
+        table.add_row(name, f"{figures[0]:+.1f}", f"{figures[1]:.1f}", f"{figures[2]:.0f}")
+    return table
+
+
 def kind_table(found: Comparison) -> Table:
     """A row per policy and kind of host."""
     table = _table(
