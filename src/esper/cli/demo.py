@@ -11,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from esper.cli.evaluation_tables import short_table, tell_difference
+from esper.karn import read_run, write_report
+from esper.karn.story import what_was_learned
 from esper.simic.training.comparison import Comparison
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.evaluation import Result
@@ -79,9 +81,6 @@ def free_folder(wanted: Path) -> Path:
 
 
 def _tell(console: Console, found: Comparison, folder: Path) -> None:
-    from esper.karn import read_run, write_report
-    from esper.karn.story import what_was_learned
-
     console.print(short_table(found))
     for compared in found.compared:
         console.print(tell_difference(compared), highlight=False, markup=False)

@@ -253,7 +253,9 @@ def test_other_conditions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         part.run_round()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ABACUS")
     with pytest.warns(RuntimeWarning, match=r"not bit for bit: cpu \S+ → ABACUS"):
-        Trainer(config(), tmp_path / "run", resume=True)
+        again = Trainer(config(), tmp_path / "run", resume=True)
+    with again.folder:
+        assert again.round == 1
 
 
 def test_the_log_tells_every_life(tmp_path: Path) -> None:
