@@ -246,7 +246,7 @@ def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[
     unseen = UnseenHosts(task, 2, 7, head_preset("core"))
 
     def trained(episode: Task, steps: int, env: int) -> Tensor:
-        alone = HostFleet(episode, 2, seeds=unseen.seeds, batches=unseen.fleet.batches)
+        alone = HostFleet(episode, 2, seeds=unseen.seeds, batches=unseen.data)
         for _ in range(steps):
             alone.train_step()
             alone.tick()
