@@ -195,6 +195,19 @@ def test_rewards_add_up_to_the_objective() -> None:
     assert float(record.rewards.abs().sum()) > 0
 
 
+def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
+    """Of two rounds the second pays for its commits, and no evaluation does."""
+    reward = RewardConfig(commit_price=2.0, price_after=0.5)
+    trainer = Trainer(TrainConfig(task=NAME, rounds=2, hosts=8, members=3, reward=reward), tmp_path / "run")
+    with trainer.folder:
+        for paid in (0.0, 2.0):
+            (record,) = trainer.run_round()
+            commits = (record.actions[..., 0] == int(LifecycleOp.FOSSILIZE)).sum(0)
+            assert bool(commits.any())
+            assert torch.equal(record.parts["price"].sum(0), -paid * commits)
+            assert torch.allclose(record.rewards.sum(0), (record.objective - paid * commits).float(), atol=1e-3)
+
+
 def test_gamma_is_one_number() -> None:
     """Requirement 1: before the first step."""
     with pytest.raises(GammaMismatchError, match=r"0\.995"):

@@ -76,6 +76,7 @@ class Trainer:
     def run_round(self) -> list[RoundRecord]:
         """One round: collected, learnt from, written down. A record per task."""
         start = time.perf_counter()
+        self.collector.reward = self.config.reward.at(self.round / self.config.rounds)
         records = self.collector.collect(self.round)
         collected = time.perf_counter()
         metrics = self.agent.update(self.collector.buffer)
