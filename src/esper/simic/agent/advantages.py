@@ -46,7 +46,7 @@ class Standardised(NamedTuple):
 
 
 def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float) -> Standardised:
-    """Centre and scale advantages (n,) per task or group by their moments over the steps with `weight` (n,) bool.
+    """Centre and scale advantages (n,) per task by their mean and deviation over the steps with `weight` (n,) bool.
 
     The floor keeps rounds in which nothing differed from being blown up into noise. What other steps hold has no
     influence.

@@ -78,9 +78,6 @@ class PPOConfig:
     explore_until: float = 0.6
     advantage_floor: float = 1e-3
     """Least standard deviation that advantages are divided by."""
-    by_group: bool = False
-    """Centre and scale advantages within groups of envs that began alike, not over their whole task: where much can be
-    gained does not drown where little can."""
     normalise_observations: bool = True
     normalise_rewards: bool = True
     """Scale rewards by the deviation of the discounted return (`learn` only)."""

@@ -119,10 +119,6 @@ def prepare_lesson(
     deciding = valid & ~forced
     n_tasks = len(returns_normalizer.statistics.mean)
     standardised = standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
-    if config.by_group:
-        groups = buffer.groups.repeat_interleave(buffer.capacity)
-        alike = standardise(advantages, deciding, groups, buffer.n_groups, config.advantage_floor)
-        standardised = standardised._replace(advantages=alike.advantages)
     decided = reference.decided & valid.unsqueeze(1)
     # Decided on the device, without a sync: statistics that nothing is chosen for stay as they are.
     sound = reference.accepted & returns.isfinite().all()

@@ -67,7 +67,6 @@ class TamiyoRolloutBuffer:
         hidden: int,
         *,
         tasks: Tensor | None = None,
-        groups: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         for name, value in (("n_envs", n_envs), ("capacity", capacity), ("hidden", hidden)):
@@ -89,10 +88,6 @@ class TamiyoRolloutBuffer:
         self.tasks = self._zeros(n_envs, dtype=torch.long) if tasks is None else tasks.to(self.device)
         """(n_envs,): whose statistics an env's returns belong to."""
         _check("tasks", self.tasks, self.lengths, (n_envs,))
-        self.groups = self.tasks if groups is None else groups.to(self.device)
-        """(n_envs,): which envs began alike; without groups, those of one task."""
-        _check("groups", self.groups, self.lengths, (n_envs,))
-        self.n_groups = int(self.groups.max()) + 1
         self.epsilon = 0.0
         """Share of uniform choice that all steps of this round were drawn with."""
         self._lengths = [0] * n_envs

@@ -86,7 +86,6 @@ class Collector:
             runners[0].table,
             agent.config.network.hidden,
             tasks=tasks,
-            groups=torch.arange(sum(grown)) // runners[0].groups.members,
             device=agent.device,
         )
 

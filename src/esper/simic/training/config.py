@@ -18,7 +18,7 @@ episodes, with 1.5 in 21 %, with 1 in 32 % (72 episodes each): without commits t
 
 def growth_ppo() -> PPOConfig:
     """PPO's start values for growth."""
-    return PPOConfig(gamma=1.0, normalise_rewards=False, by_group=True)
+    return PPOConfig(gamma=1.0, normalise_rewards=False)
 
 
 @dataclass(frozen=True)
