@@ -38,8 +38,9 @@ class Answer:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
             count = 0
-            for count, row in enumerate(self.rows, 1):
+            for row in self.rows:
                 writer.writerow([as_json(cell) if isinstance(cell, list | dict) else cell for cell in row])
+                count += 1
         return count
 
     def write_json(self, path: Path) -> int:
@@ -48,8 +49,9 @@ class Answer:
             raise BadValueError(f"several columns are called {repeated}: name them with AS")
         with _opened(path) as file:
             count = 0
-            for count, row in enumerate(self.rows, 1):
-                file.write(("[\n" if count == 1 else ",\n") + as_json(dict(zip(self.columns, row, strict=True))))
+            for row in self.rows:
+                file.write((",\n" if count else "[\n") + as_json(dict(zip(self.columns, row, strict=True))))
+                count += 1
             file.write("\n]\n" if count else "[]\n")
         return count
 

@@ -1,4 +1,4 @@
-"""SQL over a run: its files are read into a database in memory, which is cut off from the world before a statement runs.
+"""SQL over a run: its files are read into a database in memory, which is cut off from the disk before a statement runs.
 
 Views over the files themselves would be simpler, but then the database would have to keep its access to them while it
 runs what a stranger may have written, and a SELECT is no promise: DuckDB has functions that read any file, and takes
