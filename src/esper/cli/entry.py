@@ -9,6 +9,7 @@ from rich.console import Console
 
 from esper.cli.demo import DemoCommand
 from esper.cli.evaluate import EvaluateCommand
+from esper.cli.query import QueryCommand
 from esper.cli.report import ReportCommand
 from esper.cli.tasks import TasksCommand
 from esper.cli.train import TrainCommand
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "tune": TuneCommand,
     "evaluate": EvaluateCommand,
     "report": ReportCommand,
+    "query": QueryCommand,
 }
 
 

@@ -53,3 +53,10 @@ class DataError(EsperError, ValueError):
 
 class FleetMemoryError(EsperError, MemoryError):
     """A fleet that does not fit into memory; the message says how many hosts would."""
+
+
+class MissingPackageError(EsperError, ImportError):
+    """A package of one of Esper's extras that is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; it comes with pip install 'esper-morph[{extra}]'")

@@ -13,6 +13,7 @@ from esper.nissa import JsonLines
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, RoundFacts
 from esper.simic.training.collect import RoundRecord
+from esper.simic.training.decisions import decided
 
 
 def summary(records: Sequence[RoundRecord]) -> str:
@@ -43,6 +44,8 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
         )
     for step, env, why in record.symptoms:
         events.write(kind="panic", **where, step=step, env=first + env, symptoms=why)
+    actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
+    parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
         events.write(
             kind="episode",
@@ -59,6 +62,9 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
                 for place, slot_id in enumerate(slots.slot_ids)
                 if bool(record.alphas[:, env, place].any())
             },
+            decisions=decided(actions[env], record.heads, slots),
+            rewards=encode([round(reward, 3) for reward in rewards[env]]),
+            reward_parts=encode({name: round(total[env], 4) for name, total in parts.items()}),
         )
 
 
