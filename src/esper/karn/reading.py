@@ -114,6 +114,12 @@ class Run:
         return list(dict.fromkeys(name for entry in self.rounds for name in entry.columns))
 
     @cached_property
+    def tasks(self) -> list[str]:
+        """The tasks of a run that has several, as the metrics tell them apart; otherwise none."""
+        parts = [name.split("/") for name in self.column_names]
+        return list(dict.fromkeys(part[1] for part in parts if part[0] == "tasks"))
+
+    @cached_property
     def slots(self) -> list[str]:
         """Every slot in which a seed was ever germinated, from the input on."""
         used = {key.split("/")[0] for entry in self.rounds for key in entry.germinated}
@@ -201,8 +207,10 @@ def _flat(content: dict[str, Json]) -> dict[str, float]:
     for name, value in content.items():
         if name in ("round", "ops", "germinated"):
             continue
-        inner = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        columns |= {key: float(item) for key, item in inner.items() if is_number(item)}
+        if isinstance(value, dict):
+            columns |= {f"{name}/{key}": item for key, item in _flat(value).items()}
+        elif is_number(value):
+            columns[name] = float(value)
     return columns
 
 
