@@ -53,3 +53,10 @@ class DataError(EsperError, ValueError):
 
 class FleetMemoryError(EsperError, MemoryError):
     """A fleet that does not fit into memory; the message says how many hosts would."""
+
+
+class MissingPackageError(EsperError, ImportError):
+    """Something was asked for whose package, an extra of Esper's, is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs the package {package}, which is not installed: pip install '{extra}'")
