@@ -82,11 +82,11 @@ def _line(event: RoundMeasured) -> "Text":
     from rich.text import Text
 
     numbers = event.numbers()
-    line = Text(f"round {event.round}:", "bold")
-    for shown in LINE:
-        if shown.name in numbers:
-            metric, value = find_metric(shown.name), numbers[shown.name]
-            unit = " s" if metric is not None and metric.unit == "s" else ""
-            style = "yellow" if metric is not None and not metric.is_healthy(value) else "not bold"
-            line.append(f" {shown.label} ", "dim not bold").append(f"{value:{shown.form}}{unit}", style)
+    line = Text().append(f"round {event.round}:", "bold")
+    for place, shown in enumerate(shown for shown in LINE if shown.name in numbers):
+        metric, value = find_metric(shown.name), numbers[shown.name]
+        unit = " s" if metric is not None and metric.unit == "s" else ""
+        style = "" if metric is None or metric.is_healthy(value) else "yellow"
+        line.append(f"{',' if place else ''} {shown.label} ", "dim")
+        line.append(f"{value:{shown.form}}{unit}", style)
     return line
