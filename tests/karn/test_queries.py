@@ -434,7 +434,7 @@ def test_other_ways_to_ask(statement: str, tmp_path: Path) -> None:
 def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what to install."""
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(MissingPackageError, match=r"duckdb is not installed.*esper-morph\[query\]"):
+    with pytest.raises(MissingPackageError, match=r"duckdb, which is not installed.*esper-morph\[query\]"):
         ask(write_run(tmp_path), "FROM rounds")
 
 

@@ -86,7 +86,7 @@ def _connect() -> "duckdb.DuckDBPyConnection":
     try:
         import duckdb
     except ImportError as error:
-        raise MissingPackageError("duckdb", "query") from error
+        raise MissingPackageError("esper query", "duckdb", "esper-morph[query]") from error
     settings: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": "",
         "autoinstall_known_extensions": False,

@@ -56,7 +56,7 @@ class FleetMemoryError(EsperError, MemoryError):
 
 
 class MissingPackageError(EsperError, ImportError):
-    """A package of one of Esper's extras that is not installed."""
+    """Something was asked for whose package, an extra of Esper's, is not installed."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; it comes with pip install 'esper-morph[{extra}]'")
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs the package {package}, which is not installed: pip install '{extra}'")

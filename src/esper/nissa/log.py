@@ -74,6 +74,11 @@ def _tail(path: Path, offset: int) -> Path:
     return next(found for name in names if not (found := path.with_name(name)).exists())
 
 
+def end_of_lines(path: Path) -> int:
+    """Where the last whole line of a file ends: a line that was torn by a kill must not be written on. Small files."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Json]]:
     """All objects of a file; a torn last line, of a run that was killed, is left out."""
     with path.open(encoding="utf-8") as file:

@@ -11,6 +11,8 @@ import torch
 
 from esper.leyline import derive_seed, head_preset
 from esper.leyline.progress import progress_bar
+from esper.leyline.records import encode
+from esper.nissa import Watch
 from esper.simic.agent import PPOAgent
 from esper.simic.telemetry import Alarm, AnomalyDetector
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
@@ -20,13 +22,16 @@ from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.journal import round_facts, summary, write_alarms, write_events, write_metrics
 from esper.simic.training.runs import RunFolder, Watching
+from esper.simic.training.session import session
 from esper.tolaria import get_task
 
 
 class Trainer:
     """A run in its folder. `run` goes on from wherever the folder is."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False, watch: Watch | None = None) -> None:
+        self.watch, self.resumed = Watch() if watch is None else watch, resume
+        self.watch.check()
         torch.set_num_threads(config.threads)
         self.config = config
         if not resume:
@@ -51,6 +56,7 @@ class Trainer:
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
         self.collector = Collector(self.runners, self.agent, config.reward, config.seed)
+        self.hub = self.watch.open(self.folder.path, encode(config), self.round)
 
     def _runner(self, name: str) -> EpisodeRunner:
         """The hosts of one task; all tasks have equally many."""
@@ -63,15 +69,24 @@ class Trainer:
 
     def run(self, *, progress: bool = True) -> None:
         """All rounds that are left. Ctrl-C ends after the last complete round, whose checkpoint is there."""
-        with progress_bar("rounds", self.config.rounds - self.round, shown=progress) as advance, self.folder:
+        left = self.config.rounds - self.round
+        with progress_bar("rounds", left, shown=progress) as advance, self.folder, self.hub:
             try:
-                while self.round < self.config.rounds:
-                    advance(1, summary(self.run_round()))
-                    for alarm in self.alarms:
-                        if alarm.severity != "info":
-                            print(f"{alarm.severity}: {alarm}", flush=True)
+                with session(self.folder.path, self.hub, self.config.rounds, lambda: self.round, self.resumed):
+                    while self.round < self.config.rounds:
+                        words = summary(self.run_round())
+                        advance(1, "" if self.watch.console else words)
+                        self._print_alarms()
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
+        if losses := self.hub.losses():
+            print(f"{losses}; the log in {self.folder.path} has everything")
+
+    def _print_alarms(self) -> None:
+        """The serious ones, where no sink does it."""
+        for alarm in self.alarms:
+            if alarm.severity != "info" and not self.watch.console:
+                print(f"{alarm.severity}: {alarm}", flush=True)
 
     def run_round(self) -> list[RoundRecord]:
         """One round: collected, learnt from, written down. A record per task."""
@@ -85,10 +100,14 @@ class Trainer:
         for record, runner in zip(records, self.runners, strict=True):
             write_events(self.folder.events, self.round, record, runner.slots)
         alarms = self.detector.look(self.round, metrics, round_facts(records))
-        write_alarms(self.folder.events, alarms)
+        raised = write_alarms(self.folder.events, alarms)
         self.detail = self.detail.after(alarms)
-        write_metrics(self.folder.metrics, self.round, records, self.runners[0].slots, metrics, timing)
+        slots, lost = self.runners[0].slots, self.hub.metrics()
+        measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing, lost)
         self.round += 1
         self.folder.keep(self.agent, self.round, Watching(self.detector.state, self.detail))
         self.alarms = alarms
+        self.hub.publish(measured)
+        for event in raised:
+            self.hub.publish(event)
         return records
