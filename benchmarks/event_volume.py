@@ -65,6 +65,15 @@ class Pool(NamedTuple):
     update: PPOUpdateMetrics
 
 
+class Asked(NamedTuple):
+    """One question, with all reading of files."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all threads: what other work on the machine does not change"""
+    rows: int
+
+
 class Figures(NamedTuple):
     """What was found; bytes are of a day."""
 
@@ -80,8 +89,7 @@ class Figures(NamedTuple):
     acts_at_most: float
     writing: float
     """Seconds per round"""
-    answers: dict[str, tuple[float, int]]
-    """Seconds and rows"""
+    answers: dict[str, Asked]
 
 
 def play(hosts: int, rounds: int, seed: int, folder: Path, wait_bias: float | None = None) -> Pool:
@@ -157,14 +165,14 @@ def simulate(pool: Pool, folder: Path, rounds: int, seed: int) -> dict[str, int]
     return {name: (folder / name).stat().st_size for name in (EVENTS, METRICS)}
 
 
-def time_questions(folder: Path) -> dict[str, tuple[float, int]]:
-    """Seconds of each question, with all reading, and how many rows it gives."""
+def time_questions(folder: Path) -> dict[str, Asked]:
+    """Ask each, and take all rows."""
     found = {}
     for name, statement in QUESTIONS.items():
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         with ask(folder, statement) as answer:
             rows = sum(1 for _ in answer.rows)
-        found[name] = (time.perf_counter() - start, rows)
+        found[name] = Asked(time.perf_counter() - start, time.process_time() - cpu, rows)
     return found
 
 
@@ -216,7 +224,10 @@ def report(arguments: argparse.Namespace, figures: Figures) -> None:
         ["of a policy that never waits", figures.acts_at_most],
         ["its share of 1 GiB", f"{figures.at_most / BOUND:.2f}"],
         ["drawing and writing a round, s", f"{figures.writing:.3f}"],
-        *([f"{name} ({rows} rows), s", f"{seconds:.2f}"] for name, (seconds, rows) in figures.answers.items()),
+        *(
+            [f"{name} ({asked.rows} rows), s", f"{asked.seconds:.2f} ({asked.cpu_seconds:.2f} of CPU)"]
+            for name, asked in figures.answers.items()
+        ),
     ]
     title = f"{figures.rounds_per_day} rounds a day of {arguments.hosts} hosts; {figures.rounds} simulated"
     print_table(title, ["figure", "value"], lines)
@@ -230,10 +241,7 @@ def report(arguments: argparse.Namespace, figures: Figures) -> None:
         "acts_per_episode": figures.acts,
         "never_waits": {"share_of_gib": figures.at_most / BOUND, "acts_per_episode": figures.acts_at_most},
         "seconds_per_round_written": figures.writing,
-        "questions": {
-            name: {"sql": QUESTIONS[name], "seconds": seconds, "rows": rows}
-            for name, (seconds, rows) in figures.answers.items()
-        },
+        "questions": {name: {"sql": QUESTIONS[name], **asked._asdict()} for name, asked in figures.answers.items()},
     }
     write_result("event_volume", result, arguments.out)
 

@@ -146,5 +146,5 @@ def test_a_reader_that_has_had_enough(run: Path) -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "i\n"
         process.stdout.close()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=300) == 0
         assert process.stderr.read() == ""
