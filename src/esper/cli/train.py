@@ -18,14 +18,16 @@ class TrainCommand(TrainConfig):
     """Folder of the run; it must not hold another."""
     resume: Path | None = None
     """Go on with this run instead, as it was configured, from its last complete round."""
+    profile: Path | None = None
+    """Folder for a trace of every operator of one round, the second from here on (chrome://tracing, Perfetto)."""
 
     def run(self, console: Console) -> None:
         """Train, with a progress bar; Ctrl-C ends after the last complete round."""
         if self.resume is not None:
-            trainer = Trainer(read_config(self.resume), self.resume, resume=True)
+            trainer = Trainer(read_config(self.resume), self.resume, resume=True, profile=self.profile)
         else:
             config = TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)})
-            trainer = Trainer(config, self.out)
+            trainer = Trainer(config, self.out, profile=self.profile)
         trainer.run()
         console.print(
             f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False

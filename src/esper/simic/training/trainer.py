@@ -4,21 +4,30 @@ Words: an *episode* is the life of one host, T *steps* of one decision each; a *
 lockstep and one update of the policy; a *group* is hosts that begin alike, one of which, the *control*, never grows.
 """
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from esper.leyline import derive_seed, head_preset
+from esper.leyline import BadValueError, EsperError, derive_seed, head_preset
 from esper.leyline.progress import progress_bar
-from esper.simic.agent import PPOAgent
-from esper.simic.telemetry import Alarm, AnomalyDetector
+from esper.simic.agent import PPOAgent, PPOUpdateMetrics
+from esper.simic.telemetry import Alarm, AnomalyDetector, Examination, Spans, check_trace, operator_trace
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
-from esper.simic.training.journal import round_facts, summary, write_alarms, write_events, write_metrics
+from esper.simic.training.journal import (
+    round_facts,
+    summary,
+    timing_of,
+    write_alarms,
+    write_detail,
+    write_events,
+    write_metrics,
+)
 from esper.simic.training.runs import RunFolder, Watching
 from esper.tolaria import get_task
 
@@ -26,11 +35,14 @@ from esper.tolaria import get_task
 class Trainer:
     """A run in its folder. `run` goes on from wherever the folder is."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False, profile: Path | None = None) -> None:
+        """`profile`: a folder for a trace of every operator of one round."""
         torch.set_num_threads(config.threads)
         self.config = config
         if not resume:
             RunFolder.check_free(folder)
+        if profile is not None:
+            check_trace(profile / "trace.json.gz", config.device)
         self.runners = [self._runner(name) for name in config.tasks]
         check_alike(self.runners)
         self.agent = PPOAgent(
@@ -47,10 +59,17 @@ class Trainer:
         self.round, watching = 0, Watching()
         if resume:
             self.agent, self.round, watching = self.folder.load(self.agent)
-        self.detector, self.detail = AnomalyDetector(state=watching.detector), watching.detail
+        self.detector = AnomalyDetector(state=watching.detector, ppo=self.agent.config)
+        self.detail = watching.detail
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
-        self.collector = Collector(self.runners, self.agent, config.reward, config.seed)
+        self.spans = Spans()
+        self.collector = Collector(self.runners, self.agent, config.reward, config.seed, self.spans)
+        self._profile = profile
+        if profile is not None and self.round >= config.rounds:
+            raise BadValueError(f"{folder} has no round left to trace; leave --profile away")
+        # The first round in a process does things that no other does; where it is the only one, it is that or nothing.
+        self._traced = min(self.round + 1, config.rounds - 1)
 
     def _runner(self, name: str) -> EpisodeRunner:
         """The hosts of one task; all tasks have equally many."""
@@ -70,24 +89,52 @@ class Trainer:
                     for alarm in self.alarms:
                         if alarm.severity != "info":
                             print(f"{alarm.severity}: {alarm}", flush=True)
+            except EsperError as error:
+                self.folder.events.write(kind="error", round=self.round, error=type(error).__name__, message=str(error))
+                raise
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
 
     def run_round(self) -> list[RoundRecord]:
         """One round: collected, learnt from, written down. A record per task."""
-        start = time.perf_counter()
-        records = self.collector.collect(self.round)
-        collected = time.perf_counter()
-        metrics = self.agent.update(self.collector.buffer)
-        ended = time.perf_counter()
-        timing = {"collect_s": collected - start, "update_s": ended - collected}
-        for record, runner in zip(records, self.runners, strict=True):
-            write_events(self.folder.events, self.round, record, runner.slots)
-        alarms = self.detector.look(self.round, metrics, round_facts(records))
-        write_alarms(self.folder.events, alarms)
-        self.detail = self.detail.after(alarms)
+        with self._tracing():
+            with self.spans("collect"):
+                records = self.collector.collect(self.round)
+            examination = Examination(self.collector.buffer, self.agent.layout) if self.detail.level else None
+            with self.spans("update"):
+                metrics = self.agent.update(self.collector.buffer, examination)
+            with self.spans("watch"):
+                alarms = self._watch(records, metrics, examination)
+        timing = timing_of(self.spans.drain())
         write_metrics(self.folder.metrics, self.round, records, self.runners[0].slots, metrics, timing)
         self.round += 1
         self.folder.keep(self.agent, self.round, Watching(self.detector.state, self.detail))
         self.alarms = alarms
         return records
+
+    def _watch(
+        self, records: list[RoundRecord], metrics: PPOUpdateMetrics, examination: Examination | None
+    ) -> tuple[Alarm, ...]:
+        """The round's events, what is wrong with it, and how closely the next ones are looked at."""
+        events = self.folder.events
+        for record, runner in zip(records, self.runners, strict=True):
+            write_events(events, self.round, record, runner.slots)
+        report = None
+        if examination is not None:
+            report = examination.report({record.task: record.lstm for record in records})
+            write_detail(events, self.round, report)
+        alarms = self.detector.look(self.round, metrics, round_facts(records, report))
+        write_alarms(events, alarms)
+        self.detail = self.detail.after(alarms)
+        return alarms
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Where a trace was asked for, one round is traced, with the spans as ranges in it."""
+        self.spans.marked = self._profile is not None and self.round == self._traced
+        if self._profile is None or not self.spans.marked:
+            yield
+            return
+        with operator_trace(self._profile / f"round-{self.round:05d}.json.gz", self.agent.device) as path:
+            yield
+        print(f"round {self.round} was traced: {path}", flush=True)

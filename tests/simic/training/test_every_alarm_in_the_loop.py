@@ -1,0 +1,335 @@
+"""Every kind of alarm through real training: something is broken, and the log names it, once, in its round."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from simic.training.tiny import quick_config, quick_trainer
+from torch import Tensor
+
+from esper.leyline import LifecycleOp, Measurement
+from esper.simic.agent import load_agent
+from esper.simic.rewards import RewardBreakdown, Rewarded
+from esper.simic.rewards.transition import SHAPING
+from esper.simic.telemetry import Alarm
+from esper.simic.telemetry.rules import RULES
+from esper.simic.training import collect
+from esper.simic.training.runs import EXTRAS, RunFolder
+from esper.simic.training.trainer import Trainer
+from esper.tolaria.measure import FleetComparison
+
+CALM = 1
+"""Rounds before anything is broken."""
+WAIT, FOSSILIZE = int(LifecycleOp.WAIT), int(LifecycleOp.FOSSILIZE)
+Break = Callable[[Trainer, pytest.MonkeyPatch], None]
+
+
+class Expected(NamedTuple):
+    """One alarm that what was broken leads to."""
+
+    kind: str
+    after: int
+    """The broken round that raises it, counted from 1"""
+    cause: str
+    """Words of it"""
+    subject: str = ""
+
+
+# -- what is broken ---------------------------------------------------------------------------------------------------
+
+
+def set_ppo(trainer: Trainer, **changes: Any) -> None:  # Any: settings of PPO by name
+    """Change settings in mid-run."""
+    trainer.agent.config = replace(trainer.agent.config, **changes)
+
+
+@torch.no_grad()
+def shift(weights: Tensor, amount: float) -> None:
+    """Add to weights of the policy."""
+    weights += amount
+
+
+def scale_gradients(factor: float, *weights: Tensor) -> None:
+    """Every gradient that comes back to these weights, from now on."""
+    for weight in weights:
+        weight.register_hook(lambda gradient: gradient * factor)
+
+
+def pay_too_much(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Rewards whose sum is no float32 any more."""
+    honest = collect.reward_step
+
+    def reward_step(*given: Any) -> Rewarded:  # Any: whatever the honest one takes
+        rewarded = honest(*given)
+        parts = {**rewarded.breakdown.parts, SHAPING: torch.full_like(rewarded.total, 3e38)}
+        return rewarded._replace(breakdown=RewardBreakdown(parts))
+
+    patch.setattr(collect, "reward_step", reward_step)
+
+
+def break_a_gradient(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The critic's last layer gets NaN."""
+    scale_gradients(math.nan, trainer.agent.network.critic_out.weight)
+
+
+def learn_too_fast(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """A rate a thousand times too high, and nothing that stops an update."""
+    set_ppo(trainer, rate=1.0, target_kl=None)
+
+
+def learn_a_bit_too_fast(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The lowest rate with which an update of this round moves the policy by a KL well inside the band of a spike.
+    It is looked for with copies of the agent, on the round that will be collected once more."""
+    trainer.collector.collect(trainer.round)
+    folder = RunFolder.last_checkpoint(trainer.folder.path)
+    assert folder is not None
+    for rate in (1e-3 * 1.25**power for power in range(30)):
+        trial, _ = load_agent(folder, EXTRAS)
+        trial.config = replace(trial.config, rate=rate, target_kl=None)
+        if trial.update(trainer.collector.buffer).max_kl > 0.18:
+            break
+    trainer.agent, _ = load_agent(folder, EXTRAS)
+    trainer.collector.agent = trainer.agent
+    set_ppo(trainer, rate=rate, target_kl=None)
+
+
+def wait_always(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The op head knows one answer."""
+    set_ppo(trainer, explore=0.0)
+    shift(trainer.agent.network.heads["op"].bias[WAIT], 30.0)  # type: ignore[index, arg-type]  # a linear head
+
+
+def never_commit(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Seeds are born, and none is fossilised."""
+    set_ppo(trainer, explore=0.0)
+    shift(trainer.agent.network.heads["op"].bias[FOSSILIZE], -60.0)  # type: ignore[index, arg-type]  # a linear head
+
+
+def foresee_nonsense(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """A critic whose outputs are a thousand times too large."""
+    with torch.no_grad():
+        trainer.agent.network.critic_out.weight *= 1000
+
+
+def measure_badly(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Gains have an error of 50 points."""
+    set_ppo(trainer, advantage_floor=50.0)
+
+
+def cut_the_graph(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """No gradient comes back to any weight."""
+    scale_gradients(0.0, *trainer.agent.network.parameters())
+
+
+def scale_the_loss(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Gradients of twenty times their size, far from exploding."""
+    scale_gradients(20.0, *trainer.agent.network.parameters())
+
+
+def begin_with_infinity(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Memories whose cells are infinite; what they let out is bounded, and looks healthy."""
+    network = trainer.agent.network
+    empty = network.initial_memory
+    patch.setattr(network, "initial_memory", lambda n: (empty(n)[0], torch.full_like(empty(n)[1], math.inf)))
+
+
+def open_all_gates(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Everything is remembered, at full strength."""
+    shift(trainer.agent.network.lstm.bias_ih_l0, 20.0)
+
+
+def close_the_output(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Nothing of the memory is let out (torch's order of gates: input, forget, cell, output)."""
+    shift(trainer.agent.network.lstm.bias_ih_l0.view(4, -1)[3], -50.0)
+
+
+def change_behind_the_back(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """After a round was collected, somebody touches the weights."""
+    collected = trainer.collector.collect
+
+    def then_touch(round_index: int) -> list[collect.RoundRecord]:
+        records = collected(round_index)
+        shift(trainer.agent.network.heads["op"].bias[WAIT], 0.004)  # type: ignore[index, arg-type]  # a linear head
+        return records
+
+    patch.setattr(trainer.collector, "collect", then_touch)
+
+
+def claim(contribution: float, gain: float) -> Break:
+    """Every acting seed measures so many points, in hosts that are so many better than their controls."""
+
+    def measure(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+        [runner] = trainer.runners
+        fleet, groups = runner.fleet, runner.groups
+        measured = fleet.validate
+
+        def validate(*, deployed: bool = True) -> FleetComparison:
+            found = measured(deployed=deployed)
+            for env in groups.envs:
+                correct = found.main[env + 1].correct.clone()  # groups of one host and its control
+                images = round(gain / 100 * len(correct))
+                right, wrong = (correct == 1).nonzero().flatten(), (correct == 0).nonzero().flatten()
+                correct[wrong[: max(images, 0)]], correct[right[: max(-images, 0)]] = 1, 0
+                found.main[env] = found.main[env]._replace(correct=correct)
+                for slot_id, state in fleet.states[env].items():
+                    if state.contributions:
+                        fleet.states[env][slot_id] = replace(state, contributions=(Measurement(contribution, 0.1),))
+            return found
+
+        patch.setattr(fleet, "validate", validate)
+
+    return measure
+
+
+def break_a_host(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The first host's weights become NaN in the third step of each episode."""
+    fleet = trainer.runners[0].fleet
+    train = fleet.train_step
+
+    def faulty() -> Tensor:
+        if fleet.step_index == 2:
+            fleet.host.weights.matrix.data[0] = math.nan
+        return train()
+
+    patch.setattr(fleet, "train_step", faulty)
+
+
+# -- what is expected of it -------------------------------------------------------------------------------------------
+
+PROVOCATIONS: list[tuple[Break, list[Expected]]] = [
+    (pay_too_much, [Expected("numerical_fault", 1, "ppo/return_mean")]),
+    (break_a_gradient, [Expected("gradient_not_finite", 1, "minibatches with a gradient that is not finite is 4")]),
+    (
+        learn_too_fast,
+        [
+            Expected("ratio_exploded", 1, "largest joint ratio is "),
+            Expected("ratio_vanished", 1, "smallest joint ratio is "),
+            Expected("kl_extreme", 1, "joint KL is "),
+        ],
+    ),
+    (learn_a_bit_too_fast, [Expected("kl_spike", 1, "joint KL is ")]),
+    (
+        wait_always,
+        [
+            Expected("entropy_collapse", 3, "entropy of head op is 0 (limit 0.02), 3 rounds running", "op"),
+            Expected("no_growth", 3, "number of seeds per episode is 0 (limit 0.5), 3 rounds running"),
+        ],
+    ),
+    (never_commit, [Expected("too_few_commits", 3, "share of episodes with a commit is 0 (limit 0.05), of ")]),
+    (
+        foresee_nonsense,
+        [
+            Expected("value_collapse", 1, "value loss is "),
+            Expected("gradient_exploding", 1, "gradient norm is "),
+            Expected("value_misleads", 3, "explained variance is -"),
+        ],
+    ),
+    (measure_badly, [Expected("advantage_floor", 1, "under its floor")]),
+    (
+        cut_the_graph,
+        [
+            Expected("gradient_vanishing", 2, "gradient norm is 0 (limit 0.001)"),
+            Expected("gradient_vanishing", 2, "gradient norm of head op is 0 (limit 1e-06)", "op"),
+        ],
+    ),
+    (begin_with_infinity, [Expected("lstm_not_finite", 1, "NaN and infinities in the memory is 32 (limit 0)")]),
+    (open_all_gates, [Expected("lstm_extreme", 1, "saturated hidden numbers is 1 (limit 0.5)", "hidden")]),
+    (close_the_output, [Expected("lstm_dead", 1, "silent LSTM units is 1 (limit 0.5)")]),
+    (change_behind_the_back, [Expected("behaviour_gap", 1, "behaviour gap is 0.00")]),
+    (claim(6.0, 1.0), [Expected("reward_hacking", 1, "suspected of reward hacking is 1 (limit 0.25) (")]),
+    (claim(2.0, -0.5), [Expected("ransomware", 1, "suspected of ransomware is 1 (limit 0.25) (")]),
+    (break_a_host, [Expected("panics", 1, "panics per episode is 0.5 (limit 0.1)")]),
+]
+DRIFT = Expected("gradient_drift", 2, "factor between the typical gradient norm and its usual one is ")
+"""Needs a longer past than the others: see below."""
+
+
+def name_of(expected: list[Expected]) -> str:
+    """As a test's id."""
+    return " ".join(dict.fromkeys(each.kind for each in expected))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run after its calm rounds."""
+    trainer = quick_trainer(tmp_path_factory.mktemp("calm") / "run")
+    with trainer.folder:
+        for _ in range(CALM):
+            trainer.run_round()
+            assert trainer.alarms == ()
+    return trainer.folder.path
+
+
+def go_on(calm: Path, folder: Path) -> Trainer:
+    """Its continuation, in a folder of its own."""
+    shutil.copytree(calm, folder)
+    return Trainer(quick_config(), folder, resume=True)
+
+
+def run(trainer: Trainer, rounds: int) -> dict[int, tuple[Alarm, ...]]:
+    """So many rounds, and what each raised."""
+    seen = {}
+    for _ in range(rounds):
+        trainer.run_round()
+        seen[trainer.round - 1] = trainer.alarms
+    return seen
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:  # Any: JSON
+    """Alarms in the log, their ends left out."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == "alarm" and not event["ended"]]
+
+
+def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], folder: Path) -> None:
+    """It was raised once, in its round, with its cause, and is in the log alike."""
+    severity = {rule.kind: rule.severity for rule in RULES}[expected.kind]
+    key = (expected.kind, expected.subject)
+    [(number, alarm)] = [
+        (number, alarm)
+        for number, alarms in seen.items()
+        for alarm in alarms
+        if (alarm.kind, alarm.subject) == key and not alarm.ended
+    ]
+    assert (number, alarm.round, alarm.severity) == (first + expected.after - 1, number, severity)
+    assert expected.cause in alarm.cause
+    [event] = [event for event in logged(folder) if (event["alarm"], event["subject"]) == key]
+    assert (event["round"], event["severity"], event["cause"]) == (number, severity, alarm.cause)
+
+
+@pytest.mark.parametrize(("broken", "expected"), PROVOCATIONS, ids=[name_of(expected) for _, expected in PROVOCATIONS])
+def test_alarm(
+    broken: Break, expected: list[Expected], calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requirement 8, requirement 9, requirement 15: collapse of a head, KL and suspicious seeds, as all the others,
+    are events of the round in which they have lasted long enough, and of no other."""
+    trainer = go_on(calm, tmp_path / "run")
+    broken(trainer, monkeypatch)
+    with trainer.folder:
+        seen = run(trainer, max(each.after for each in expected) + 1)
+    for each in expected:
+        check(each, CALM, seen, tmp_path / "run")
+
+
+def test_drift_and_silence(calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requirement 42: as long as nothing is broken, nothing at all is raised; gradients of another size than in those
+    rounds are drift."""
+    trainer = go_on(calm, tmp_path / "run")
+    before = trainer.detector.limits.drift_warmup
+    with trainer.folder:
+        assert run(trainer, before - CALM) == dict.fromkeys(range(CALM, before), ())
+        scale_the_loss(trainer, monkeypatch)
+        seen = run(trainer, DRIFT.after + 1)
+    check(DRIFT, before, seen, tmp_path / "run")
+
+
+def test_every_kind_is_provoked() -> None:
+    """A rule that no broken run raises may have lost its wire."""
+    provoked = {each.kind for _, expected in PROVOCATIONS for each in expected} | {DRIFT.kind}
+    assert provoked == {rule.kind for rule in RULES}
