@@ -60,7 +60,7 @@ class _Span(AbstractContextManager[None]):
         self._spans, self._name = spans, name
 
     def __enter__(self) -> None:
-        self._range: AbstractContextManager[Any] = record_function(self._name) if self._spans.marked else _NOTHING
+        self._range = _mark(self._name) if self._spans.marked else _NOTHING
         self._range.__enter__()
         self._spans._path.append(self._name)
         self._place = "/".join(self._spans._path)
@@ -75,3 +75,8 @@ class _Span(AbstractContextManager[None]):
         visits, old_wall, old_cpu = self._spans._totals.get(self._place, (0, 0, 0))
         self._spans._totals[self._place] = (visits + 1, old_wall + wall, old_cpu + cpu)
         self._range.__exit__(kind, error, trace)
+
+
+def _mark(name: str) -> AbstractContextManager[Any]:
+    """A range of this name in a trace of operators."""
+    return record_function(name)

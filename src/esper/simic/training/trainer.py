@@ -66,8 +66,6 @@ class Trainer:
         self.spans = Spans()
         self.collector = Collector(self.runners, self.agent, config.reward, config.seed, self.spans)
         self._profile = profile
-        if profile is not None and self.round >= config.rounds:
-            raise BadValueError(f"{folder} has no round left to trace; leave --profile away")
         # The first round in a process does things that no other does; where it is the only one, it is that or nothing.
         self._traced = min(self.round + 1, config.rounds - 1)
 
@@ -83,6 +81,8 @@ class Trainer:
     def run(self, *, progress: bool = True) -> None:
         """All rounds that are left. Ctrl-C ends after the last complete round, whose checkpoint is there."""
         with progress_bar("rounds", self.config.rounds - self.round, shown=progress) as advance, self.folder:
+            if self._profile is not None and self.round >= self.config.rounds:
+                raise BadValueError(f"{self.folder.path} has no round left to trace; leave --profile away")
             try:
                 while self.round < self.config.rounds:
                     advance(1, summary(self.run_round()))
