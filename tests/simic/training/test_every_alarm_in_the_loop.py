@@ -15,7 +15,7 @@ from simic.training.tiny import quick_config, quick_trainer
 from torch import Tensor, nn
 
 from esper.leyline import LifecycleOp, Measurement
-from esper.simic.agent import load_agent
+from esper.simic.agent import PPOAgent, load_agent
 from esper.simic.rewards import RewardBreakdown, Rewarded
 from esper.simic.rewards.transition import SHAPING
 from esper.simic.telemetry import Alarm, Detail
@@ -43,6 +43,15 @@ class Expected(NamedTuple):
     subject: str = ""
 
 
+class Provocation(NamedTuple):
+    """What is broken, and what that leads to."""
+
+    broken: Break
+    expected: list[Expected]
+    hosts: int = 4
+    """Half of them are controls."""
+
+
 # -- what is broken ---------------------------------------------------------------------------------------------------
 
 
@@ -57,9 +66,9 @@ def shift(weights: Tensor, amount: float) -> None:
     weights += amount
 
 
-def op_bias(trainer: Trainer) -> Tensor:
+def op_bias(agent: PPOAgent) -> Tensor:
     """Of the op head's logits."""
-    layer = trainer.agent.network.heads["op"]
+    layer = agent.network.heads["op"]
     assert isinstance(layer, nn.Linear)
     return layer.bias
 
@@ -96,52 +105,59 @@ def learn_too_fast(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     set_ppo(trainer, rate=1.0, target_kl=None)
 
 
-def learn_a_bit_too_fast(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
-    """The lowest rate with which an update of this round moves the policy by a KL within the band of a spike. It is
-    looked for with copies of the agent, on the round that will be collected once more."""
-    trainer.collector.collect(trainer.round)
-    folder = RunFolder.last_checkpoint(trainer.folder.path)
-    assert folder is not None
-    for rate in (1e-3 * 1.25**power for power in range(30)):
-        trial, _ = load_agent(folder, EXTRAS)
-        trial.config = replace(trial.config, rate=rate, target_kl=None)
-        if 0.18 < trial.update(trainer.collector.buffer).max_kl < 0.45:
-            break
-    trainer.agent, _ = load_agent(folder, EXTRAS)
-    trainer.collector.agent = trainer.agent
-    set_ppo(trainer, rate=rate, target_kl=None)
+def touch_in_mid_update(agent: PPOAgent, amount: float) -> None:
+    """After the first minibatch that is learnt from, something else than the optimiser makes WAIT likelier."""
+    step, steps = agent._step, count()
+
+    def then_touch(halted: Tensor, finite: Tensor) -> None:
+        step(halted, finite)
+        if next(steps) == 0:
+            shift(op_bias(agent)[WAIT], amount)
+
+    agent._step = then_touch  # type: ignore[method-assign]
 
 
 def jump(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
-    """After the first minibatch of an update, something else than the optimiser makes WAIT the one answer."""
+    """In the middle of an update, WAIT becomes the one answer."""
     set_ppo(trainer, explore=0.0)
-    step, steps = trainer.agent._step, count()
+    touch_in_mid_update(trainer.agent, 40.0)
 
-    def then_jump(halted: Tensor, finite: Tensor) -> None:
-        step(halted, finite)
-        if next(steps) == 0:
-            shift(op_bias(trainer)[WAIT], 40.0)
 
-    patch.setattr(trainer.agent, "_step", then_jump)
+def jump_a_bit(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The same by so little that the KL is within the band of a spike. How much that is, copies of the agent find out
+    on the round that will be collected once more."""
+    trainer.collector.collect(trainer.round)
+    folder = RunFolder.last_checkpoint(trainer.folder.path)
+    assert folder is not None
+    kl, low, high = 0.0, 0.0, 40.0
+    while not 0.2 < kl < 0.4:
+        amount = (low + high) / 2
+        trial, _ = load_agent(folder, EXTRAS)
+        touch_in_mid_update(trial, amount)
+        kl = trial.update(trainer.collector.buffer).max_kl
+        low, high = (amount, high) if kl < 0.3 else (low, amount)
+    trainer.agent, _ = load_agent(folder, EXTRAS)
+    trainer.collector.agent = trainer.agent
+    touch_in_mid_update(trainer.agent, amount)
 
 
 def jump_to_what_was_unlikely(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """The same after a round in which a broken generator let everybody wait, against all odds."""
     jump(trainer, patch)
-    shift(op_bias(trainer)[WAIT], -4.0)
+    shift(op_bias(trainer.agent)[WAIT], -4.0)
     patch.setattr(collect, "action_draws", lambda *given, **options: action_draws(*given, **options) * 0)
 
 
 def wait_always(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """The op head knows one answer."""
     set_ppo(trainer, explore=0.0)
-    shift(op_bias(trainer)[WAIT], 30.0)
+    shift(op_bias(trainer.agent)[WAIT], 30.0)
 
 
 def never_commit(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Seeds are born, and none is fossilised."""
     set_ppo(trainer, explore=0.0)
-    shift(op_bias(trainer)[FOSSILIZE], -60.0)
+    shift(op_bias(trainer.agent)[FOSSILIZE], -60.0)
 
 
 def foresee_nonsense(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -188,7 +204,7 @@ def change_behind_the_back(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
     def then_touch(round_index: int) -> list[collect.RoundRecord]:
         records = collected(round_index)
-        shift(op_bias(trainer)[WAIT], 0.004)
+        shift(op_bias(trainer.agent)[WAIT], 0.004)
         return records
 
     patch.setattr(trainer.collector, "collect", then_touch)
@@ -235,22 +251,26 @@ def break_a_host(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 # -- what is expected of it -------------------------------------------------------------------------------------------
 
-PROVOCATIONS: list[tuple[Break, list[Expected]]] = [
-    (pay_too_much, [Expected("numerical_fault", 1, "ppo/return_mean")]),
-    (break_a_gradient, [Expected("gradient_not_finite", 1, "minibatches with a gradient that is not finite is 4")]),
-    (learn_too_fast, [Expected("kl_extreme", 1, "joint KL is ")]),
-    (jump, [Expected("ratio_vanished", 1, "smallest joint ratio is 2.06e-09 (limit 0.001)")]),
-    (jump_to_what_was_unlikely, [Expected("ratio_exploded", 1, "largest joint ratio is ")]),
-    (learn_a_bit_too_fast, [Expected("kl_spike", 1, "joint KL is ")]),
-    (
+PROVOCATIONS = [
+    Provocation(pay_too_much, [Expected("numerical_fault", 1, "ppo/return_mean")]),
+    Provocation(
+        break_a_gradient, [Expected("gradient_not_finite", 1, "minibatches with a gradient that is not finite is 4")]
+    ),
+    Provocation(learn_too_fast, [Expected("kl_extreme", 1, "joint KL is ")]),
+    Provocation(jump, [Expected("ratio_vanished", 1, "smallest joint ratio is 2.06e-09 (limit 0.001)")]),
+    Provocation(jump_to_what_was_unlikely, [Expected("ratio_exploded", 1, "largest joint ratio is ")]),
+    Provocation(jump_a_bit, [Expected("kl_spike", 1, "joint KL is 0.")]),
+    Provocation(
         wait_always,
         [
-            Expected("entropy_collapse", 3, "e-11 (limit 0.02), 3 rounds running", "op"),
+            Expected("entropy_collapse", 3, "(limit 0.02), 3 rounds running", "op"),
             Expected("no_growth", 3, "number of seeds per episode is 0 (limit 0.5), 3 rounds running"),
         ],
     ),
-    (never_commit, [Expected("too_few_commits", 3, "share of episodes with a commit is 0 (limit 0.05), of ")]),
-    (
+    Provocation(
+        never_commit, [Expected("too_few_commits", 3, "share of episodes with a commit is 0 (limit 0.05), of ")]
+    ),
+    Provocation(
         foresee_nonsense,
         [
             Expected("value_collapse", 1, "value loss is "),
@@ -258,46 +278,51 @@ PROVOCATIONS: list[tuple[Break, list[Expected]]] = [
             Expected("value_misleads", 3, "explained variance is -"),
         ],
     ),
-    (measure_badly, [Expected("advantage_floor", 1, "under its floor")]),
-    (
+    Provocation(measure_badly, [Expected("advantage_floor", 1, "under its floor")]),
+    Provocation(
         cut_the_graph,
         [
             Expected("gradient_vanishing", 2, "gradient norm is 0 (limit 0.001)"),
             Expected("gradient_vanishing", 2, "gradient norm of head op is 0 (limit 1e-06)", "op"),
         ],
     ),
-    (begin_with_infinity, [Expected("lstm_not_finite", 1, "NaN and infinities in the memory is 32 (limit 0)")]),
-    (open_all_gates, [Expected("lstm_extreme", 1, "saturated hidden numbers is 1 (limit 0.5)", "hidden")]),
-    (close_the_output, [Expected("lstm_dead", 1, "silent LSTM units is 1 (limit 0.5)")]),
-    (change_behind_the_back, [Expected("behaviour_gap", 1, "behaviour gap is 0.00")]),
-    (claim(6.0, 1.0), [Expected("reward_hacking", 1, "suspected of reward hacking is 1 (limit 0.25) (")]),
-    (claim(2.0, -0.5), [Expected("ransomware", 1, "suspected of ransomware is 1 (limit 0.25) (")]),
-    (break_a_host, [Expected("panics", 1, "panics per episode is 0.5 (limit 0.1)")]),
+    Provocation(
+        begin_with_infinity, [Expected("lstm_not_finite", 1, "NaN and infinities in the memory is 32 (limit 0)")]
+    ),
+    Provocation(open_all_gates, [Expected("lstm_extreme", 1, "saturated hidden numbers is 1 (limit 0.5)", "hidden")]),
+    Provocation(close_the_output, [Expected("lstm_dead", 1, "silent LSTM units is 1 (limit 0.5)")]),
+    Provocation(change_behind_the_back, [Expected("behaviour_gap", 1, "behaviour gap is 0.00")]),
+    Provocation(
+        claim(6.0, 1.0), [Expected("reward_hacking", 1, "suspected of reward hacking is 1 (limit 0.25) (")], hosts=8
+    ),
+    Provocation(claim(2.0, -0.5), [Expected("ransomware", 1, "suspected of ransomware is 1 (limit 0.25) (")], hosts=8),
+    Provocation(break_a_host, [Expected("panics", 1, "panics per episode is 0.5 (limit 0.1)")]),
 ]
 DRIFT = Expected("gradient_drift", 2, "factor between the typical gradient norm and its usual one is ")
 """Needs a longer past than the others: see below."""
 
 
-def name_of(expected: list[Expected]) -> str:
+def name_of(provocation: Provocation) -> str:
     """As a test's id."""
-    return " ".join(dict.fromkeys(each.kind for each in expected))
+    return " ".join(dict.fromkeys(each.kind for each in provocation.expected))
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run after its calm rounds."""
-    trainer = quick_trainer(tmp_path_factory.mktemp("calm") / "run")
-    with trainer.folder:
-        for _ in range(CALM):
-            trainer.run_round()
-            assert trainer.alarms == ()
-    return trainer.folder.path
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs after their calm rounds, by the number of their hosts."""
+    folders = {}
+    for hosts in (4, 8):
+        trainer = quick_trainer(tmp_path_factory.mktemp("calm") / "run", hosts=hosts)
+        with trainer.folder:
+            assert run(trainer, CALM) == dict.fromkeys(range(CALM), ())
+        folders[hosts] = trainer.folder.path
+    return folders
 
 
-def go_on(calm: Path, folder: Path) -> Trainer:
-    """Its continuation, in a folder of its own."""
-    shutil.copytree(calm, folder)
-    return Trainer(quick_config(), folder, resume=True)
+def go_on(calm: dict[int, Path], folder: Path, hosts: int = 4) -> Trainer:
+    """The continuation of one of them, in a folder of its own."""
+    shutil.copytree(calm[hosts], folder)
+    return Trainer(quick_config(hosts=hosts), folder, resume=True)
 
 
 def run(trainer: Trainer, rounds: int) -> dict[int, tuple[Alarm, ...]]:
@@ -335,21 +360,21 @@ def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], fo
     assert (event["round"], event["severity"], event["cause"]) == (number, severity, alarm.cause)
 
 
-@pytest.mark.parametrize(("broken", "expected"), PROVOCATIONS, ids=[name_of(expected) for _, expected in PROVOCATIONS])
+@pytest.mark.parametrize("provocation", PROVOCATIONS, ids=name_of)
 def test_alarm(
-    broken: Break, expected: list[Expected], calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    provocation: Provocation, calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requirement 8, requirement 9, requirement 15: collapse of a head, KL and suspicious seeds, as all the others,
     are events of the round in which they have lasted long enough, and of no other."""
-    trainer = go_on(calm, tmp_path / "run")
-    broken(trainer, monkeypatch)
+    trainer = go_on(calm, tmp_path / "run", provocation.hosts)
+    provocation.broken(trainer, monkeypatch)
     with trainer.folder:
-        seen = run(trainer, max(each.after for each in expected) + 1)
-    for each in expected:
+        seen = run(trainer, max(each.after for each in provocation.expected) + 1)
+    for each in provocation.expected:
         check(each, CALM, seen, tmp_path / "run")
 
 
-def test_drift_and_silence(calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_and_silence(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requirement 42: as long as nothing is broken, nothing at all is raised; gradients of another size than in those
     rounds are drift."""
     trainer = go_on(calm, tmp_path / "run")
@@ -361,7 +386,7 @@ def test_drift_and_silence(calm: Path, tmp_path: Path, monkeypatch: pytest.Monke
     check(DRIFT, before, seen, tmp_path / "run")
 
 
-def test_offenders_are_named(calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offenders_are_named(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requirement 41: where the round is looked at closely, its log lists whose ratios exploded, worst first, with what
     was done; and the alarm counts them."""
     trainer = go_on(calm, tmp_path / "run")
@@ -382,5 +407,5 @@ def test_offenders_are_named(calm: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_every_kind_is_provoked() -> None:
     """A rule that no broken run raises may have lost its wire."""
-    provoked = {each.kind for _, expected in PROVOCATIONS for each in expected} | {DRIFT.kind}
+    provoked = {each.kind for provocation in PROVOCATIONS for each in provocation.expected} | {DRIFT.kind}
     assert provoked == {rule.kind for rule in RULES}

@@ -65,6 +65,7 @@ def quick_config(rounds: int = 12, **changes: object) -> TrainConfig:
             replace(
                 get_task("digits_blind"),
                 name=QUICK,
+                slot_ids=("r1c0",),
                 steps=10,
                 batches_per_step=1,
                 batch=8,
