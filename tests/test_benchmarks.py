@@ -16,9 +16,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from simic.training.tiny import QUICK, quick_config
 from torch import Tensor
 
-from esper.leyline import BadValueError, SeedStage, head_preset
+from esper.leyline import BadValueError, CheckpointError, SeedStage, head_preset
 from esper.simic.training.evaluation import UnseenHosts
 from esper.simic.training.observe import accuracy_of
 from esper.tolaria import HostFleet, Task, TaskRegistry, gains, get_task
@@ -30,6 +31,7 @@ RUN_BELOW = {
     *("audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "gain_noise.py", "governor_alarms.py"),
     *("ppo_learning.py", "ppo_update.py", "ablations.py", "audited_credit.py", "gain_lasts.py", "loop_throughput.py"),
     "event_volume.py",
+    *("healthy_rounds.py", "telemetry_cost.py"),
 }
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
@@ -280,6 +282,65 @@ def test_only_fossils_are_trained_on(benchmark: Callable[[str], ModuleType]) -> 
     assert not torch.equal(fleet.banks["r1c0", "depthwise"].weights.matrix[0], before)
     assert not fleet.banks["r1c1", "depthwise"].weights.matrix.any(), "what is not there has no weights"
     assert work[0] > work[1] == 1.0
+
+
+def test_healthy_rounds(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """A run of one round: trained, read, and read once more with a warning in its log; one that was not watched to its
+    end is refused."""
+    quick_config()
+    run, out = tmp_path / "runs" / f"{QUICK}-7", ["--out", str(tmp_path / "out")]
+    arguments = ["--task", QUICK, "--rounds", "1", "--hosts", "4", "--seeds", "7", "--into", str(run.parent)]
+    printed = run_here("healthy_rounds", *arguments, *out)
+    assert printed.splitlines()[-1] == "0 of severity warning or above in 1 rounds of 1 runs"
+    alarm = {"kind": "alarm", "alarm": "kl_spike", "severity": "warning", "round": 0, "subject": "", "ended": False}
+    with (run / "events.jsonl").open("a") as events:
+        for number in (0, 1):  # round 1 is not complete
+            events.write(json.dumps({**alarm, "round": number, "cause": "the joint KL is 0.2"}) + "\n")
+    printed = run_here("healthy_rounds", "--runs", str(run), *out)
+    [row] = [line for line in printed.splitlines() if "kl_spike" in line]
+    assert row.split()[-7:] == ["warning", "kl_spike", "the", "joint", "KL", "is", "0.2"]
+    assert printed.splitlines()[-1] == "1 of severity warning or above in 1 rounds of 1 runs"
+    written = json.loads((tmp_path / "out" / "healthy_rounds.json").read_text())
+    assert (written["rounds"], written["warnings"], written["runs"][0]["seed"]) == (1, 1, 7)
+    agent = run / "checkpoints" / "round-00001" / "agent.json"
+    agent.write_text(agent.read_text().replace('"last_round": 0', '"last_round": -1'))
+    with pytest.raises((BadValueError, CheckpointError)):
+        run_here("healthy_rounds", "--runs", str(run), *out)
+
+
+def test_telemetry_cost(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """One pair: both runs end alike, one of them left a log and the other did not, and telemetry took a part of it."""
+    quick_config()
+    arguments = ["--task", QUICK, "--hosts", "4", "--pairs", "1", "--warm", "0"]
+    printed = run_here("telemetry_cost", *arguments, "--out", str(tmp_path))
+    assert "results are bit-identical" in printed
+    written = json.loads((tmp_path / f"telemetry_cost_{QUICK}.json").read_text())
+    seconds = written["seconds"]
+    assert 0 < seconds["telemetry"][0] < seconds["with"][0] / 2
+    figures = written["figures"]["wall time, with / without"]
+    assert figures == {"median": seconds["with"][0] / seconds["without"][0], "low": None, "high": None}
+
+
+def test_nothing_is_watched_where_nothing_is_to_be(tmp_path: Path, benchmark: Callable[[str], ModuleType]) -> None:
+    """The run without telemetry writes no event and no metric, looks at no clock, and knows of failed minibatches."""
+    script = benchmark("telemetry_cost")
+    run = script.Run(quick_config(), tmp_path / "run", watched=False)
+    run.trainer.agent.network.critic_out.weight.register_hook(lambda gradient: gradient * math.nan)
+    with run.trainer.folder:
+        run.round()
+    assert run.trainer.agent.failures == 1
+    assert [(tmp_path / "run" / name).stat().st_size for name in ("events.jsonl", "metrics.jsonl")] == [0, 0]
+    assert run.trainer.spans.drain() == {}
+    assert run.telemetry == [0.0]
+
+
+def test_interval_of_a_median(benchmark: Callable[[str], ModuleType]) -> None:
+    """By hand: of 30 values, 21 or more lie below the median with probability 0.0214: the 10th and the 21st are the
+    ends. Of 6 all do with 1/64, so the extremes are; of 5 with 1/32, more than 0.025: no end is safe."""
+    script = benchmark("telemetry_cost")
+    assert script.interval([float(value) for value in range(30, 0, -1)]) == (15.5, 10.0, 21.0)
+    assert script.interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (3.5, 1.0, 6.0)
+    assert script.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, None, None)
 
 
 def test_shares_of_gains(benchmark: Callable[[str], ModuleType]) -> None:

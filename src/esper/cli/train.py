@@ -21,14 +21,18 @@ class TrainCommand(TrainConfig):
     resume: Path | None = None
     """Go on with this run instead, as it was configured, from its last complete round."""
     watch: tyro.conf.OmitArgPrefixes[Watch] = field(default_factory=Watch)
+    profile: Path | None = None
+    """Folder for a trace of every operator of one round, the second from here on (chrome://tracing, Perfetto)."""
 
     def run(self, console: Console) -> None:
         """Train, with a progress bar; Ctrl-C ends after the last complete round."""
         if self.resume is not None:
-            trainer = Trainer(read_config(self.resume), self.resume, resume=True, watch=self.watch)
+            trainer = Trainer(
+                read_config(self.resume), self.resume, resume=True, watch=self.watch, profile=self.profile
+            )
         else:
             config = TrainConfig(**{each.name: getattr(self, each.name) for each in fields(TrainConfig)})
-            trainer = Trainer(config, self.out, watch=self.watch)
+            trainer = Trainer(config, self.out, watch=self.watch, profile=self.profile)
         trainer.run()
         console.print(
             f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False

@@ -10,7 +10,7 @@ from simic.telemetry.healthy import ORDINARY, metrics_with, metrics_with_head
 
 from esper.leyline import BadValueError
 from esper.leyline.records import decode, encode
-from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.agent import PPOConfig, PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, AlarmLimits, AnomalyDetector, DetectorState, RoundFacts
 
 Seen = list[tuple[int, str, str, str]]
@@ -124,16 +124,48 @@ def test_calm_is_configured() -> None:
 
 def test_drift() -> None:
     """Requirement 42: three times the usual norm, two rounds running; one such round is noise."""
-    usual, tripled = metrics_with(pre_clip_grad_norm=2.0), metrics_with(pre_clip_grad_norm=6.0)
+    usual, tripled = metrics_with(typical_grad_norm=2.0), metrics_with(typical_grad_norm=6.0)
     assert look(AnomalyDetector(), [usual] * 8 + [tripled] + [usual] * 3) == []
     seen = look(AnomalyDetector(), [usual] * 8 + [tripled] * 4)
     assert seen == [(9, "gradient_drift", "", "warning")]
 
 
+def test_bursts_of_single_minibatches_are_no_drift() -> None:
+    """Requirement 42: the largest norms of a run that learned well (its critic explained nine tenths of the returns),
+    beside the typical ones; by the largest, two rounds running, it would have drifted."""
+    largest = [0.68, 1.71, 0.82, 3.29, 7.88, 2.82, 3.96, 2.49, 5.51, 10.57, 6.18]
+    largest += [4.37, 4.16, 6.07, 2.77, 3.49, 3.53, 3.43, 3.85, 9.91, 9.95, 20.86]
+    typical = [0.51, 0.81, 0.55, 0.94, 1.52, 1.63, 1.08, 1.59, 1.76, 3.26, 2.05]
+    typical += [1.64, 2.04, 2.04, 1.68, 1.76, 1.28, 1.42, 1.38, 1.3, 1.68, 1.26]
+    rounds = [
+        metrics_with(pre_clip_grad_norm=large, typical_grad_norm=usual)
+        for large, usual in zip(largest, typical, strict=True)
+    ]
+    assert look(AnomalyDetector(), rounds) == []
+    by_the_largest = look(AnomalyDetector(), [metrics_with(typical_grad_norm=norm) for norm in largest])
+    assert [kind for _, kind, _, _ in by_the_largest] == ["gradient_drift"]
+
+
+def test_limits_of_gradients_are_in_units_of_their_clip_norm() -> None:
+    """Requirement 20: the detector reads the clip norm of the agent's own settings; with another one a norm that
+    exploded is ordinary, and an ordinary one has exploded."""
+    for clip_norm, norm, kinds in ((0.5, 120.0, ["gradient_exploding"]), (5.0, 120.0, []), (5.0, 1200.0, None)):
+        ppo = PPOConfig(clip_norm=clip_norm)
+        detector = AnomalyDetector(ppo=ppo)
+        assert detector.ppo is ppo
+        seen = [kind for _, kind, _, _ in look(detector, [metrics_with(pre_clip_grad_norm=norm)])]
+        assert seen == (["gradient_exploding"] if kinds is None else kinds)
+    for clip_norm, kinds in ((0.5, []), (500.0, ["gradient_vanishing"])):
+        detector = AnomalyDetector(ppo=PPOConfig(clip_norm=clip_norm))
+        seen = [kind for _, kind, _, _ in look(detector, [metrics_with(pre_clip_grad_norm=0.5)] * 2)]
+        assert seen == kinds
+
+
 def test_drift_forgets_what_other_alarms_are_about() -> None:
     """Requirement 42: after norms of 200 and 1e-4, ordinary ones are ordinary."""
-    usual = metrics_with(pre_clip_grad_norm=2.0)
-    bursts = [metrics_with(pre_clip_grad_norm=norm) for norm in (200.0, 200.0, 200.0, 1e-4, 0.0, float("nan"))]
+    usual = metrics_with(typical_grad_norm=2.0)
+    norms = (200.0, 200.0, 200.0, 1e-4, 0.0, float("nan"))
+    bursts = [metrics_with(pre_clip_grad_norm=norm, typical_grad_norm=norm) for norm in norms]
     seen = look(AnomalyDetector(), [usual] * 8 + bursts + [usual] * 5)
     assert "gradient_drift" not in {kind for _, kind, _, _ in seen}
     assert {kind for _, kind, _, _ in seen} == {"gradient_exploding", "gradient_vanishing"}
@@ -142,7 +174,7 @@ def test_drift_forgets_what_other_alarms_are_about() -> None:
 def test_drift_needs_a_past() -> None:
     """Requirement 42: in the first rounds nothing is usual yet."""
     norms = [1.0, 5.0, 5.0, 25.0, 25.0]
-    assert look(AnomalyDetector(), [metrics_with(pre_clip_grad_norm=norm) for norm in norms]) == []
+    assert look(AnomalyDetector(), [metrics_with(typical_grad_norm=norm) for norm in norms]) == []
 
 
 def test_words() -> None:
@@ -188,8 +220,8 @@ def test_rounds_in_order() -> None:
 
 def scripted() -> list[PPOUpdateMetrics]:
     """Rounds in which several alarms begin and end."""
-    noisy: list[dict[str, Any]] = [{"pre_clip_grad_norm": 1.0 + 0.1 * index} for index in range(8)]
-    noisy += [{"max_kl": 0.3, "pre_clip_grad_norm": 4.6}, {"max_kl": 0.12, "pre_clip_grad_norm": 4.7}, {}, {}, {}]
+    noisy: list[dict[str, Any]] = [{"typical_grad_norm": 1.0 + 0.1 * index} for index in range(8)]
+    noisy += [{"max_kl": 0.3, "typical_grad_norm": 4.6}, {"max_kl": 0.12, "typical_grad_norm": 4.7}, {}, {}, {}]
     collapsed = metrics_with_head("op", entropy=0.0)
     return [replace(collapsed if 2 < index < 9 else QUIET, **changes) for index, changes in enumerate(noisy)]
 

@@ -74,7 +74,9 @@ CASES = [
     with_facts("gradient_not_finite", "in critic", gradients=GRADIENTS),
     with_metrics("ratio_exploded", "is 25 (limit 20)", joint_ratio_max=25.0),
     with_metrics("ratio_exploded", "is inf (limit 20)", joint_ratio_max=math.inf),
-    Case("ratio_exploded", metrics_with(joint_ratio_max=50.0), RoundFacts(ratios=RATIOS), "2 ratios exploded"),
+    Case(
+        "ratio_exploded", metrics_with(joint_ratio_max=50.0), RoundFacts(ratios=RATIOS), "is 50 (limit 20); 2 exploded"
+    ),
     with_metrics("ratio_vanished", "is 0.0001 (limit 0.001)", joint_ratio_min=1e-4),
     with_metrics("kl_spike", "is 0.2 (limit 0.15)", max_kl=0.2),
     with_metrics("kl_extreme", "is 0.6 (limit 0.5)", max_kl=0.6),

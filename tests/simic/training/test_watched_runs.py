@@ -16,7 +16,7 @@ from simic.training.tiny import NAME, tiny_task
 from esper.cli import main
 from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, Watch, find_metric, read_lines
 from esper.nissa.sinks import ConsoleSink
-from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer
+from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.session import SESSIONS, session
 from esper.simic.training.trainer import Trainer
@@ -111,8 +111,8 @@ def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path
     trainer.hub = Hub([recorder, *([ConsoleSink()] if console else [])])
     update = trainer.agent.update
 
-    def extreme(buffer: TamiyoRolloutBuffer) -> PPOUpdateMetrics:
-        return replace(update(buffer), approx_kl=0.6, max_kl=0.6)
+    def extreme(buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
+        return replace(update(buffer, observer), approx_kl=0.6, max_kl=0.6)
 
     trainer.agent.update = extreme  # type: ignore[method-assign]
     with redirect_stdout(io.StringIO()) as printed:

@@ -1,16 +1,19 @@
 """A task small enough for whole rounds in a test, and runners of it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from esper.leyline import head_preset
+from esper.leyline import LifecycleOp, head_preset
 from esper.simic.training.collect import action_draws
+from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.groups import Groups
 from esper.simic.training.seeds import host_seed
-from esper.tamiyo import Policy, View
+from esper.simic.training.trainer import Trainer
+from esper.tamiyo import NetworkConfig, Policy, View
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task
 
 NAME = "digits_tiny"
@@ -49,3 +52,36 @@ def play(runner: EpisodeRunner, policy: Policy, rng_seed: int = 0) -> tuple[list
 def varies(columns: Tensor) -> Tensor:
     """(steps × envs, columns) → which columns are not constant."""
     return (columns.amax(0) - columns.amin(0)) > torch.finfo(torch.float32).eps
+
+
+QUICK = "digits_quick"
+
+
+def quick_config(rounds: int = 12, **changes: object) -> TrainConfig:
+    """A run of rounds that take a moment and raise no alarm: two hosts and their controls, a small policy that commits
+    what it germinates."""
+    if QUICK not in TaskRegistry.names():
+        TaskRegistry.register(
+            replace(
+                get_task("digits_blind"),
+                name=QUICK,
+                slot_ids=("r1c0",),
+                steps=10,
+                batches_per_step=1,
+                batch=8,
+                calibration_size=16,
+                validation_size=200,
+            )
+        )
+    bias = {LifecycleOp.GERMINATE: 1.0, LifecycleOp.ADVANCE: 3.0, LifecycleOp.FOSSILIZE: 4.0, LifecycleOp.PRUNE: -3.0}
+    network = NetworkConfig(encoder=16, hidden=16, head=16, first_bias=tuple(bias.get(op, 0.0) for op in LifecycleOp))
+    ppo = replace(growth_ppo(), network=network, epochs=2, minibatches=2)
+    config = TrainConfig(task=QUICK, rounds=rounds, hosts=4, members=1, seed=0, sensing=False, ppo=ppo)
+    return replace(config, **changes)  # type: ignore[arg-type]  # by name
+
+
+def quick_trainer(folder: Path, rounds: int = 12, **changes: object) -> Trainer:
+    """A new quick run. Hosts that hardly learn differ by less than the error of a gain: its floor is lowered."""
+    trainer = Trainer(quick_config(rounds, **changes), folder)
+    trainer.agent.config = replace(trainer.agent.config, advantage_floor=1e-3)
+    return trainer

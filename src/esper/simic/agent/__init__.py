@@ -6,6 +6,7 @@ from esper.simic.agent.config import PPOConfig
 from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.learning import Learned, learn
 from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics
+from esper.simic.agent.observer import UpdateObserver
 from esper.simic.agent.ppo import BehaviourGapError, NotFiniteError, PPOAgent
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 from esper.simic.agent.spaces import SpaceError
@@ -21,6 +22,7 @@ __all__ = [
     "SpaceError",
     "Step",
     "TamiyoRolloutBuffer",
+    "UpdateObserver",
     "compute_gae",
     "compute_per_head_advantages",
     "learn",

@@ -25,6 +25,7 @@ from esper.simic.agent.config import (
 )
 from esper.simic.agent.lesson import Lesson, Part, Reference, gather_inputs, prepare_lesson
 from esper.simic.agent.metrics import PPOUpdateMetrics
+from esper.simic.agent.observer import UpdateObserver
 from esper.simic.agent.record import UpdateRecord, summarise
 from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
 from esper.simic.control import ObservationNormalizer, ReturnNormalizer
@@ -185,15 +186,18 @@ class PPOAgent:
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def update(self, buffer: TamiyoRolloutBuffer) -> PPOUpdateMetrics:
-        """Learn from a round. Host syncs: epochs + 2 at most (where rows are cut, one per epoch, the metrics)."""
+    def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
+        """Learn from a round. Host syncs: epochs + 2 at most (where rows are cut, one per epoch, the metrics).
+
+        An observer is shown every minibatch; nothing depends on it.
+        """
         self._check(buffer)
         sequences = buffer.sequences()
         batches = self._partition(buffer, sequences)
         reference = self._or_eager(lambda: self._reference(buffer, batches))
         lesson = prepare_lesson(buffer, reference, self.returns, self.config, len(batches))
         self._set_rate()
-        record = UpdateRecord(self.table.names)
+        record = UpdateRecord(self.table.names, observer)
         halted = ~reference.accepted
         parts: list[Part] = []
         for epoch in range(self.config.epochs):
@@ -264,6 +268,7 @@ class PPOAgent:
         kl = self._or_eager(lambda: self._differentiate(lesson, parts, record))
         if kl is not None and self.config.target_kl is not None:
             halted = halted | ~(kl <= KL_STOP * self.config.target_kl)
+        record.show(self.network, parts)
         norm, factor, head_norms = self._clip()
         self._step(halted, norm.isfinite())
         record.close(halted=halted, norm=norm, factor=factor, head_norms=head_norms)

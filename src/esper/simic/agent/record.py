@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.simic.agent import losses
 from esper.simic.agent.config import KL_STOP
-from esper.simic.agent.lesson import Lesson
+from esper.simic.agent.lesson import Lesson, Part
 from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics
+from esper.simic.agent.observer import UpdateObserver
 
 if TYPE_CHECKING:
     from esper.simic.agent.ppo import PPOAgent
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class UpdateRecord:
     """Small tensors per minibatch, left on the device. What follows from ratios is computed for all of them at once."""
 
-    def __init__(self, heads: tuple[str, ...]) -> None:
-        self.heads = heads
+    def __init__(self, heads: tuple[str, ...], observer: UpdateObserver | None = None) -> None:
+        self.heads, self.observer = heads, observer
         self.epochs = 0
         self.minibatches: list[dict[str, Tensor]] = []
         self.moves: list[list[tuple[Tensor, Tensor]]] = []
@@ -36,6 +37,12 @@ class UpdateRecord:
         self._moves.append((log_ratio.detach(), decided))
         for name, value in sums.items():
             self._open[name] = self._open[name] + value.detach() if name in self._open else value.detach()
+
+    def show(self, network: nn.Module, parts: list[Part]) -> None:
+        """The current minibatch, which consists of these pieces, to whoever looks on."""
+        if self.observer is not None:
+            log_ratios, decided = (torch.cat(pieces) for pieces in zip(*self._moves, strict=True))
+            self.observer.see_minibatch(network, torch.cat([part.batch.cells for part in parts]), log_ratios, decided)
 
     def close(self, **values: Tensor) -> None:
         """The minibatch is complete with these."""
@@ -97,6 +104,7 @@ def summarise(lesson: Lesson, record: UpdateRecord, agent: "PPOAgent") -> PPOUpd
         joint_ratio_max=float(seen["high"].max().exp()),
         joint_ratio_min=float(seen["low"].min().exp()),
         pre_clip_grad_norm=float(seen["norm"].max()),
+        typical_grad_norm=float(seen["norm"][finite].log().mean().exp()),
         clip_factor=float(_mean(seen["factor"], finite)),
         minibatches_taken=int(taken.sum()),
         minibatches_not_finite=int((~finite).sum()),

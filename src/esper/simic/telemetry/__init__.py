@@ -5,20 +5,22 @@ from esper.simic.telemetry.catalogue import alarm_catalogue
 from esper.simic.telemetry.detail import Detail, DetailLevel
 from esper.simic.telemetry.detector import AnomalyDetector, DetectorState
 from esper.simic.telemetry.drift import DriftState, GradientEMATracker
+from esper.simic.telemetry.examination import DetailReport, Examination
 from esper.simic.telemetry.facts import RoundFacts
 from esper.simic.telemetry.gradients import (
     GradientFigures,
     GradientReport,
+    GradientWatch,
     collect_gradients,
     gradients_of,
     measure_gradients,
 )
 from esper.simic.telemetry.limits import AlarmLimits
-from esper.simic.telemetry.lstm import LstmHealth, compute_lstm_health
+from esper.simic.telemetry.lstm import LstmHealth, compute_lstm_health, worst_health
 from esper.simic.telemetry.observations import ColumnStatistics, observation_statistics
 from esper.simic.telemetry.ratios import Offender, RatioExplosionDiagnostic, RatioLimits, RatioReport
 from esper.simic.telemetry.spans import Spans, SpanTotal
-from esper.simic.telemetry.trace import operator_trace
+from esper.simic.telemetry.trace import check_trace, operator_trace
 
 __all__ = [
     "Alarm",
@@ -27,11 +29,14 @@ __all__ = [
     "ColumnStatistics",
     "Detail",
     "DetailLevel",
+    "DetailReport",
     "DetectorState",
     "DriftState",
+    "Examination",
     "GradientEMATracker",
     "GradientFigures",
     "GradientReport",
+    "GradientWatch",
     "LstmHealth",
     "Offender",
     "RatioExplosionDiagnostic",
@@ -42,10 +47,12 @@ __all__ = [
     "SpanTotal",
     "Spans",
     "alarm_catalogue",
+    "check_trace",
     "collect_gradients",
     "compute_lstm_health",
     "gradients_of",
     "measure_gradients",
     "observation_statistics",
     "operator_trace",
+    "worst_health",
 ]

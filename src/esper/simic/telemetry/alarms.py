@@ -41,6 +41,8 @@ class Sight(NamedTuple):
     limits: AlarmLimits
     drift: float | None
     """Of the gradient norm; None where there is nothing to compare with"""
+    clip_norm: float
+    """What gradients are clipped to: the unit of their limits"""
 
 
 class Reading(NamedTuple):

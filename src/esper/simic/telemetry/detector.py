@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from esper.leyline import BadValueError
-from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.agent import PPOConfig, PPOUpdateMetrics
 from esper.simic.telemetry.alarms import Alarm, Reading, Rule, Sight
 from esper.simic.telemetry.drift import DriftState, GradientEMATracker
 from esper.simic.telemetry.facts import RoundFacts
@@ -39,8 +39,15 @@ class AnomalyDetector:
     """Looks at every update. A condition is reported when it has lasted for its patience, and not again before it has
     been healthy for `calm` rounds, which is reported as its end. A round without a reading changes nothing."""
 
-    def __init__(self, limits: AlarmLimits | None = None, state: DetectorState | None = None) -> None:
+    def __init__(
+        self,
+        limits: AlarmLimits | None = None,
+        state: DetectorState | None = None,
+        ppo: PPOConfig | None = None,
+    ) -> None:
+        """`ppo`: the settings of the agent that is watched; the norm that it clips gradients to is their unit here."""
         self.limits = limits if limits is not None else AlarmLimits()
+        self.ppo = ppo if ppo is not None else PPOConfig()
         state = state if state is not None else DetectorState()
         self._last_round = state.last_round
         self._tracker = GradientEMATracker(self.limits.drift_momentum, state.drift)
@@ -62,14 +69,14 @@ class AnomalyDetector:
             raise BadValueError(f"round {round_index} after round {self._last_round}: each is looked at once, in order")
         self._last_round = round_index
         facts = facts if facts is not None else RoundFacts()
-        sight = Sight(metrics, facts, self.limits, self._drift(metrics.pre_clip_grad_norm))
+        sight = Sight(metrics, facts, self.limits, self._drift(metrics.typical_grad_norm), self.ppo.clip_norm)
         judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(sight))
         return tuple(alarm for alarm in judged if alarm is not None)
 
     def _drift(self, norm: float) -> float | None:
         """None as long as nothing is usual yet, and for norms that other alarms are about: after taking those in,
         ordinary ones would look like drift."""
-        if not self.limits.gradient_low <= norm <= self.limits.gradient_high:
+        if not self.limits.gradient_low <= norm / self.ppo.clip_norm <= self.limits.gradient_high:
             return None
         known = self._tracker.state.count >= self.limits.drift_warmup
         drift = self._tracker.observe(norm)

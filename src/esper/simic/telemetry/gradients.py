@@ -5,7 +5,8 @@ it; `collect_gradients` also reads the figures, and is excluded from compilation
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -23,11 +24,14 @@ class GradientFigures:
     """One module. Norms are over finite entries, so that one NaN does not hide the rest."""
 
     norm: float
+    """Of several backward passes the largest"""
     largest: float
     """Largest |entry|"""
     nan: int
+    """In all passes together"""
     inf: int
     zero_share: float
+    """Mean over passes"""
     size: int
     """Entries that were looked at"""
 
@@ -75,25 +79,54 @@ def measure_gradients(
     return {place: _figures(torch.cat(tensors)) for place, tensors in parts.items()}
 
 
+class GradientWatch:
+    """Gradients of one backward pass after another, measured where they are and read together."""
+
+    def __init__(self, group: Callable[[str], str] = module_of) -> None:
+        self._group = group
+        self._passes: list[dict[Place, tuple[int, Tensor]]] = []
+        """Of every place how many entries it has, and its figures"""
+        self._modules: dict[str, None] = {}
+        self._unmeasured: list[str] | None = None
+
+    def add(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Those of one pass; their figures are kept, nothing else. No host sync."""
+        sizes: dict[Place, int] = {}
+        missing = []
+        for name, gradient in gradients.items():
+            self._modules[self._group(name)] = None
+            if _has_values(gradient):
+                place = self._group(name), str(gradient.device)
+                sizes[place] = sizes.get(place, 0) + gradient.numel()
+            elif self._unmeasured is None or name in self._unmeasured:
+                missing.append(name)
+        measured = measure_gradients(gradients, self._group)
+        self._passes.append({place: (sizes[place], figures) for place, figures in measured.items()})
+        self._unmeasured = missing
+
+    def report(self) -> GradientReport:
+        """Figures by module. Host sync: one, however many passes there were and on however many devices."""
+        measured = [figures for each in self._passes for _, figures in each.values()]
+        rows = iter([figures.tolist() for figures in fetch(*measured)] if measured else [])
+        passes = [[(name, size, next(rows)) for (name, _), (size, _) in each.items()] for each in self._passes]
+
+        def over(*names: str) -> GradientFigures | None:
+            """These modules together."""
+            mine = [[(size, row) for name, size, row in each if name in names] for each in passes]
+            return _worst([figures for parts in mine if (figures := _combine(parts)) is not None])
+
+        modules = {name: over(name) for name in self._modules}
+        return GradientReport(modules, over(*modules), tuple(self._unmeasured or ()))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
 def collect_gradients(
     gradients: Mapping[str, Tensor | None], group: Callable[[str], str] = module_of
 ) -> GradientReport:
     """Figures by module. Host sync: one, also where gradients lie on several devices."""
-    measured = measure_gradients(gradients, group)
-    sizes: dict[Place, int] = dict.fromkeys(measured, 0)
-    for name, gradient in gradients.items():
-        if _has_values(gradient):
-            sizes[group(name), str(gradient.device)] += gradient.numel()
-    rows = [figures.tolist() for figures in fetch(*measured.values())] if measured else []
-    by_module: dict[str, list[tuple[int, list[float]]]] = {group(name): [] for name in gradients}
-    for (module, _), size, row in zip(measured, sizes.values(), rows, strict=True):
-        by_module[module].append((size, row))
-    return GradientReport(
-        modules={module: _combine(found) for module, found in by_module.items()},
-        total=_combine(row for found in by_module.values() for row in found),
-        unmeasured=tuple(name for name, gradient in gradients.items() if not _has_values(gradient)),
-    )
+    watch = GradientWatch(group)
+    watch.add(gradients)
+    return watch.report()
 
 
 def _has_values(gradient: Tensor | None) -> TypeGuard[Tensor]:
@@ -108,11 +141,24 @@ def _figures(flat: Tensor) -> Tensor:
     )
 
 
-def _combine(found: Iterable[tuple[int, list[float]]]) -> GradientFigures | None:
+def _combine(parts: Sequence[tuple[int, list[float]]]) -> GradientFigures | None:
     """Parts of a module on several devices as one."""
-    parts = list(found)
     if not parts:
         return None
     size = sum(count for count, _ in parts)
     squares, largest, nan, inf, zeros = zip(*(row for _, row in parts), strict=True)
     return GradientFigures(math.sqrt(sum(squares)), max(largest), int(sum(nan)), int(sum(inf)), sum(zeros) / size, size)
+
+
+def _worst(passes: Sequence[GradientFigures]) -> GradientFigures | None:
+    """The same module in several passes as one."""
+    if not passes:
+        return None
+    return GradientFigures(
+        norm=max(figures.norm for figures in passes),
+        largest=max(figures.largest for figures in passes),
+        nan=sum(figures.nan for figures in passes),
+        inf=sum(figures.inf for figures in passes),
+        zero_share=statistics.fmean(figures.zero_share for figures in passes),
+        size=passes[-1].size,
+    )

@@ -1,6 +1,8 @@
 """Whether a recurrent memory is still alive."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +80,18 @@ def compute_lstm_health(hidden: Tensor | tuple[Tensor, Tensor] | None) -> LstmHe
         nan=int(nan + cell_nan),
         inf=int(inf + cell_inf),
     )
+
+
+def worst_health(memories: Iterable[LstmHealth | None]) -> LstmHealth | None:
+    """Several memories as one: the largest of each figure, and all faults; None where none was measured."""
+    found = [health for health in memories if health is not None]
+    if not found:
+        return None
+    figures: dict[str, Any] = {}
+    for field in fields(LstmHealth):
+        numbers = [value for health in found if (value := getattr(health, field.name)) is not None]
+        figures[field.name] = (sum if field.name in ("nan", "inf") else max)(numbers) if numbers else None
+    return LstmHealth(**figures)
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry.alarms import Reading, Sight, Verdict, above, below
 from esper.simic.telemetry.limits import AlarmLimits
+from esper.simic.telemetry.ratios import JOINT
 
-GRADIENT_FIELDS = ("pre_clip_grad_norm", "clip_factor", "grad_norm")
+GRADIENT_FIELDS = ("pre_clip_grad_norm", "typical_grad_norm", "clip_factor", "grad_norm")
 
 
 def read_numbers(sight: Sight) -> Iterator[Reading]:
@@ -38,14 +39,14 @@ def read_broken_gradients(sight: Sight) -> Iterator[Reading]:
 def read_high_ratio(sight: Sight) -> Iterator[Reading]:
     """The largest joint ratio."""
     limits, report = sight.limits, sight.facts.ratios
-    remark = f"; {sum(report.exploded.values())} ratios exploded" if report is not None else ""
+    remark = f"; {report.exploded.get(JOINT, 0)} exploded" if report is not None else ""
     yield from _upper(sight.metrics.joint_ratio_max, limits.ratio_high, limits, "largest joint ratio", remark=remark)
 
 
 def read_low_ratio(sight: Sight) -> Iterator[Reading]:
     """The smallest joint ratio."""
     limits, report = sight.limits, sight.facts.ratios
-    remark = f"; {sum(report.vanished.values())} ratios vanished" if report is not None else ""
+    remark = f"; {report.vanished.get(JOINT, 0)} vanished" if report is not None else ""
     yield from _lower(sight.metrics.joint_ratio_min, limits.ratio_low, limits, "smallest joint ratio", remark=remark)
 
 
@@ -104,25 +105,25 @@ def read_floor(sight: Sight) -> Iterator[Reading]:
 
 def read_small_gradients(sight: Sight) -> Iterator[Reading]:
     """The global norm, and each head's that had something to learn."""
-    limits = sight.limits
-    yield from _lower(sight.metrics.pre_clip_grad_norm, limits.gradient_low, limits, "gradient norm")
+    limits, unit = sight.limits, sight.clip_norm
+    yield from _lower(sight.metrics.pre_clip_grad_norm, limits.gradient_low * unit, limits, "gradient norm")
     for head, metrics in sight.metrics.heads.items():
         if metrics.learnable:
             what = f"gradient norm of head {head}"
-            yield from _lower(metrics.grad_norm, limits.head_gradient_low, limits, what, head)
+            yield from _lower(metrics.grad_norm, limits.head_gradient_low * unit, limits, what, head)
 
 
 def read_large_gradients(sight: Sight) -> Iterator[Reading]:
     """The global norm."""
     norm = sight.metrics.pre_clip_grad_norm
     if math.isfinite(norm):
-        yield from _upper(norm, sight.limits.gradient_high, sight.limits, "gradient norm")
+        yield from _upper(norm, sight.limits.gradient_high * sight.clip_norm, sight.limits, "gradient norm")
 
 
 def read_drift(sight: Sight) -> Iterator[Reading]:
-    """The gradient norm against its exponential mean."""
+    """The typical gradient norm of the update against its exponential mean."""
     if sight.drift is not None:
-        what = "factor between the gradient norm and its usual one"
+        what = "factor between the typical gradient norm and its usual one"
         yield from _upper(sight.drift, sight.limits.drift, sight.limits, what)
 
 

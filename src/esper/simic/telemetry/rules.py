@@ -79,8 +79,8 @@ RULES = (
     Rule(
         "gradient_vanishing",
         "warning",
-        "the gradient norm falls below {gradient_low}, or that of a head with something to learn below "
-        "{head_gradient_low}",
+        "the gradient norm falls below {gradient_low} times the clip norm, or that of a head with something to learn "
+        "below {head_gradient_low} times",
         "look whether advantages are all 0 or a head's logits are saturated",
         readings.read_small_gradients,
         "gradient_patience",
@@ -88,14 +88,14 @@ RULES = (
     Rule(
         "gradient_exploding",
         "warning",
-        "the gradient norm before clipping exceeds {gradient_high}",
+        "the gradient norm before clipping exceeds {gradient_high} times the clip norm",
         "clipping holds it for now: look at the scale of returns and at the gradient report",
         readings.read_large_gradients,
     ),
     Rule(
         "gradient_drift",
         "warning",
-        "the gradient norm differs from its exponential mean by a factor of {drift}, up or down",
+        "the typical gradient norm of an update differs from its exponential mean by a factor of {drift}, up or down",
         "compare rewards, observations and hosts of these rounds with those before",
         readings.read_drift,
         "drift_patience",

@@ -4,10 +4,13 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
+
+from torch.profiler import record_function
 
 from esper.leyline import BadValueError
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Spans:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
+        self.marked = False
+        """Whether spans also show in a trace of operators, as ranges of their names"""
         self._path: list[str] = []
         self._totals: dict[str, tuple[int, int, int]] = {}
 
@@ -55,6 +60,8 @@ class _Span(AbstractContextManager[None]):
         self._spans, self._name = spans, name
 
     def __enter__(self) -> None:
+        self._range = _mark(self._name) if self._spans.marked else _NOTHING
+        self._range.__enter__()
         self._spans._path.append(self._name)
         self._place = "/".join(self._spans._path)
         self._spans._totals.setdefault(self._place, (0, 0, 0))
@@ -67,3 +74,9 @@ class _Span(AbstractContextManager[None]):
         self._spans._path.pop()
         visits, old_wall, old_cpu = self._spans._totals.get(self._place, (0, 0, 0))
         self._spans._totals[self._place] = (visits + 1, old_wall + wall, old_cpu + cpu)
+        self._range.__exit__(kind, error, trace)
+
+
+def _mark(name: str) -> AbstractContextManager[Any]:
+    """A range of this name in a trace of operators."""
+    return record_function(name)

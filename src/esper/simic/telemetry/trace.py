@@ -20,7 +20,7 @@ def operator_trace(path: Path | str, device: torch.device | str = "cpu", *, stac
     It slows everything down several times and keeps every operator in memory: for a round, not for a run. What was
     recorded up to an error is written too. An unknown device, or a path that cannot be written, is refused on entering.
     """
-    activities, file = _activities(torch.device(device)), _writable(Path(path))
+    activities, file = check_trace(path, device)
     profiler = profile(activities=activities, with_stack=stacks)
     profiler.start()
     try:
@@ -30,6 +30,11 @@ def operator_trace(path: Path | str, device: torch.device | str = "cpu", *, stac
             torch.cuda.synchronize(device)
         profiler.stop()
         profiler.export_chrome_trace(str(file))
+
+
+def check_trace(path: Path | str, device: torch.device | str = "cpu") -> tuple[tuple[ProfilerActivity, ...], Path]:
+    """What would be recorded, and where to; raises where a trace could not be taken or written."""
+    return _activities(torch.device(device)), _writable(Path(path))
 
 
 def _activities(device: torch.device) -> tuple[ProfilerActivity, ...]:
@@ -49,8 +54,11 @@ def _writable(path: Path) -> Path:
         raise BadValueError(f"a trace called {path.name!r}; its name must end in .json or .json.gz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
         with path.open("a"):
             pass
+        if new:
+            path.unlink()  # nothing stays where there is nothing to write in the end
     except OSError as error:
         raise BadValueError(f"a trace cannot be written to {path}: {error.strerror}; give another path") from error
     return path

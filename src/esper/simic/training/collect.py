@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.leyline import BadValueError, derive_seed
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.rewards import RewardConfig, detect, is_measured
-from esper.simic.telemetry import LstmHealth, compute_lstm_health
+from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
 from esper.simic.training.rewarding import reward_step
 from esper.simic.training.seeds import Purpose, host_seed
@@ -74,8 +74,18 @@ def action_draws(
 class Collector:
     """Fills a buffer with rounds: an episode of each task's hosts, one task after the other, all for one update."""
 
-    def __init__(self, runners: Sequence[EpisodeRunner], agent: PPOAgent, reward: RewardConfig, rng_seed: int) -> None:
+    def __init__(
+        self,
+        runners: Sequence[EpisodeRunner],
+        agent: PPOAgent,
+        reward: RewardConfig,
+        rng_seed: int,
+        spans: Spans | None = None,
+    ) -> None:
         self.runners, self.agent, self.reward, self.rng_seed = tuple(runners), agent, reward, rng_seed
+        self.spans = spans if spans is not None else Spans(enabled=False)
+        for runner in runners:
+            runner.spans = self.spans
         check_alike(self.runners)
         grown = [runner.groups.grown for runner in runners]
         self.rows = [range(sum(grown[:place]), sum(grown[: place + 1])) for place in range(len(grown))]
@@ -109,23 +119,32 @@ class Collector:
             host_seed("training", self.rng_seed, round_index, first_group + group) for group in range(groups.count)
         ]
         draws = action_draws(self.rng_seed, round_index, len(rows), steps, len(runner.table), first_env=rows.start)
-        runner.begin(seeds)
+        spans = self.spans
+        with spans("begin"):
+            runner.begin(seeds)
         memory = agent.network.initial_memory(len(rows))
         results: list[StepResult] = []
         parts: list[dict[str, Tensor]] = []
         features: list[Tensor] = []
         watched, lstm = torch.zeros(3, dtype=torch.long, device=agent.device), None
         for step in range(steps):
-            view = runner.view()
+            with spans("observe"):
+                view = runner.view()
             features.append(view.features)
-            seen = agent.see(view.features)
-            decision, values, memory = agent.act(seen, view.masks, memory, epsilon=buffer.epsilon, uniform=draws[step])
-            result = runner.step(decision.actions)
-            rewarded = reward_step(self.reward, runner, view, decision.actions, result)
+            with spans("act"):
+                seen = agent.see(view.features)
+                decision, values, memory = agent.act(
+                    seen, view.masks, memory, epsilon=buffer.epsilon, uniform=draws[step]
+                )
+            with spans("step"):
+                result = runner.step(decision.actions)
+            with spans("reward"):
+                rewarded = reward_step(self.reward, runner, view, decision.actions, result)
             runner.potential = rewarded.potential
-            watched += watch(result, self.reward)
-            if step == steps // 2:
-                lstm = compute_lstm_health(memory)
+            with spans("watch"):
+                watched += watch(result, self.reward)
+                if step == steps // 2:
+                    lstm = compute_lstm_health(memory)
             ends = result.panics | runner.done
             values = agent.values_of(values, buffer.tasks[rows.start : rows.stop])
             buffer.add(

@@ -15,6 +15,7 @@ from torch import Tensor
 from esper.kasmina import lifecycle
 from esper.kasmina.compare import RowScore
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, HeadPreset, SeedStage, StageChange
+from esper.simic.telemetry import Spans
 from esper.simic.training.apply import apply_action
 from esper.simic.training.groups import Groups
 from esper.simic.training.observe import Observer, accuracy_of, first_actions, loss_of
@@ -88,6 +89,8 @@ class EpisodeRunner:
         """Whether the end of an episode is scored on test images."""
         self.committed: list[RowScore] = []
         """Image by image, every env of the fleet as it was hardened at the end of the last episode."""
+        self.spans = Spans(enabled=False)
+        """Whoever wants to know where the time goes puts his own here."""
         self._number = {env: row for row, env in enumerate(groups.envs)}
 
     @property
@@ -116,12 +119,17 @@ class EpisodeRunner:
         """Apply the actions (n, heads), train, measure, let the governor look, tick."""
         fleet, groups = self.fleet, self.groups
         seed_parameters = self._parameters(LIVE_STAGES)
-        changes = self._apply(actions)
-        fleet.train_step()
-        earlier, self.found = self.found, fleet.validate(deployed=False)
+        with self.spans("apply"):
+            changes = self._apply(actions)
+        with self.spans("train"):
+            fleet.train_step()
+        with self.spans("validate"):
+            earlier, self.found = self.found, fleet.validate(deployed=False)
         panics, stages = torch.zeros(groups.hosts, dtype=torch.bool), self._stages()
         symptoms: dict[int, list[str]] = {}
-        for panic in fleet.govern(self.found):
+        with self.spans("govern"):
+            verdicts = fleet.govern(self.found)
+        for panic in verdicts:
             panics[panic.env] = True
             if panic.env in self._number:
                 symptoms[self._number[panic.env]] = [symptom.name for symptom in panic.symptoms]
@@ -131,7 +139,8 @@ class EpisodeRunner:
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
         hardened = None
         if fleet.step_index + 1 >= fleet.task.steps:
-            self.committed = fleet.validate_committed(final=self.final)
+            with self.spans("validate"):
+                self.committed = fleet.validate_committed(final=self.final)
             hardened = self._scores(self.committed)
         names = self._blueprints()
         changes += [
@@ -140,7 +149,8 @@ class EpisodeRunner:
             if env in self._number
         ]
         if not self.done:
-            self.sensing = self.prober()
+            with self.spans("probe"):
+                self.sensing = self.prober()
         live = self._scores(self.found.main)
         undone = groups.grown_of(panics).to(fleet.device)
         self._last_succeeded = ~undone

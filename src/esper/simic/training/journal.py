@@ -1,18 +1,18 @@
-"""A round written down: an event per stage change, panic, episode and alarm; one line of metrics."""
+"""A round written down: an event per stage change, panic, episode and alarm, one of details; one line of metrics."""
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SlotConfig
-from esper.leyline.records import encode
+from esper.leyline.records import Json, encode
 from esper.nissa import AlarmRaised, EpisodeEnded, JsonLines, Panicked, RoundMeasured, StageChanged, as_line
 from esper.simic.agent import PPOUpdateMetrics
-from esper.simic.telemetry import Alarm, RoundFacts
+from esper.simic.telemetry import Alarm, DetailReport, RoundFacts, SpanTotal, worst_health
 from esper.simic.training.collect import RoundRecord
 from esper.simic.training.decisions import decided
 
@@ -64,7 +64,7 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
         events.write(**as_line(ended))
 
 
-def round_facts(records: Sequence[RoundRecord]) -> RoundFacts:
+def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
     """What the detector of anomalies is told of a round. Host sync: a few."""
     acting, hacking, ransomware = torch.stack([record.watched for record in records]).sum(0).tolist()
     return RoundFacts(
@@ -75,7 +75,9 @@ def round_facts(records: Sequence[RoundRecord]) -> RoundFacts:
         acting=acting,
         hacking=hacking,
         ransomware=ransomware,
-        lstm=records[0].lstm,
+        lstm=worst_health(record.lstm for record in records),
+        gradients=None if report is None else report.gradients,
+        ratios=None if report is None else report.ratios,
     )
 
 
@@ -89,13 +91,24 @@ def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> list[AlarmRaised
     return raised
 
 
+def write_detail(events: JsonLines, round_index: int, report: DetailReport) -> None:
+    """A round looked at closely."""
+    events.write(kind="detail", round=round_index, **_short(encode(report)))
+
+
+def timing_of(spans: Mapping[str, SpanTotal]) -> dict[str, Json]:
+    """Seconds of the two halves of a round, and of everything inside them by span."""
+    seconds = {name: round(total.wall_s, 6) for name, total in spans.items()}
+    return {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
+
+
 def write_metrics(
     metrics: JsonLines,
     round_index: int,
     records: Sequence[RoundRecord],
     slots: SlotConfig,
     update: PPOUpdateMetrics,
-    timing: dict[str, float],
+    timing: dict[str, Json],
     hub: dict[str, int],
 ) -> RoundMeasured:
     """The line of a round: over all tasks, each task where there are several, the update, and what sinks lost."""
@@ -147,6 +160,15 @@ def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
         germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
         chosen.update((slot, blueprint) for _, slot, blueprint, *_ in germinated.tolist())
     return chosen
+
+
+def _short(value: Json) -> Json:
+    """Numbers as long as anybody reads them: five digits."""
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _rounded(curve: Tensor) -> list[float]:

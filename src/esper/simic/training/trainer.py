@@ -4,23 +4,32 @@ Words: an *episode* is the life of one host, T *steps* of one decision each; a *
 lockstep and one update of the policy; a *group* is hosts that begin alike, one of which, the *control*, never grows.
 """
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from esper.leyline import derive_seed, head_preset
+from esper.leyline import BadValueError, EsperError, derive_seed, head_preset
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import encode
-from esper.nissa import Watch
-from esper.simic.agent import PPOAgent
-from esper.simic.telemetry import Alarm, AnomalyDetector
+from esper.nissa import AlarmRaised, Watch
+from esper.simic.agent import PPOAgent, PPOUpdateMetrics
+from esper.simic.telemetry import Alarm, AnomalyDetector, Examination, Spans, check_trace, operator_trace
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
-from esper.simic.training.journal import round_facts, summary, write_alarms, write_events, write_metrics
+from esper.simic.training.journal import (
+    round_facts,
+    summary,
+    timing_of,
+    write_alarms,
+    write_detail,
+    write_events,
+    write_metrics,
+)
 from esper.simic.training.runs import RunFolder, Watching
 from esper.simic.training.session import session
 from esper.tolaria import get_task
@@ -29,13 +38,24 @@ from esper.tolaria import get_task
 class Trainer:
     """A run in its folder. `run` goes on from wherever the folder is."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        resume: bool = False,
+        watch: Watch | None = None,
+        profile: Path | None = None,
+    ) -> None:
+        """`watch`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round."""
         self.watch, self.resumed = Watch() if watch is None else watch, resume
         self.watch.check()
         torch.set_num_threads(config.threads)
         self.config = config
         if not resume:
             RunFolder.check_free(folder)
+        if profile is not None:
+            check_trace(profile / "trace.json.gz", config.device)
         self.runners = [self._runner(name) for name in config.tasks]
         check_alike(self.runners)
         self.agent = PPOAgent(
@@ -52,11 +72,16 @@ class Trainer:
         self.round, watching = 0, Watching()
         if resume:
             self.agent, self.round, watching = self.folder.load(self.agent)
-        self.detector, self.detail = AnomalyDetector(state=watching.detector), watching.detail
+        self.detector = AnomalyDetector(state=watching.detector, ppo=self.agent.config)
+        self.detail = watching.detail
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
-        self.collector = Collector(self.runners, self.agent, config.reward, config.seed)
+        self.spans = Spans()
+        self.collector = Collector(self.runners, self.agent, config.reward, config.seed, self.spans)
         self.hub = self.watch.open(self.folder.path, encode(config), self.round)
+        self._profile = profile
+        # The first round in a process does things that no other does; where it is the only one, it is that or nothing.
+        self._traced = min(self.round + 1, config.rounds - 1)
 
     def _runner(self, name: str) -> EpisodeRunner:
         """The hosts of one task; all tasks have equally many."""
@@ -71,12 +96,17 @@ class Trainer:
         """All rounds that are left. Ctrl-C ends after the last complete round, whose checkpoint is there."""
         left = self.config.rounds - self.round
         with progress_bar("rounds", left, shown=progress) as advance, self.folder, self.hub:
+            if self._profile is not None and not left:
+                raise BadValueError(f"{self.folder.path} has no round left to trace; leave --profile away")
             try:
                 with session(self.folder.path, self.hub, self.config.rounds, lambda: self.round, self.resumed):
                     while self.round < self.config.rounds:
                         words = summary(self.run_round())
                         advance(1, "" if self.watch.console else words)
                         self._print_alarms()
+            except EsperError as error:
+                self.folder.events.write(kind="error", round=self.round, error=type(error).__name__, message=str(error))
+                raise
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
         if losses := self.hub.losses():
@@ -90,19 +120,16 @@ class Trainer:
 
     def run_round(self) -> list[RoundRecord]:
         """One round: collected, learnt from, written down. A record per task."""
-        start = time.perf_counter()
         self.collector.reward = self.config.reward.at(self.round / self.config.rounds)
-        records = self.collector.collect(self.round)
-        collected = time.perf_counter()
-        metrics = self.agent.update(self.collector.buffer)
-        ended = time.perf_counter()
-        timing = {"collect_s": collected - start, "update_s": ended - collected}
-        for record, runner in zip(records, self.runners, strict=True):
-            write_events(self.folder.events, self.round, record, runner.slots)
-        alarms = self.detector.look(self.round, metrics, round_facts(records))
-        raised = write_alarms(self.folder.events, alarms)
-        self.detail = self.detail.after(alarms)
-        slots, lost = self.runners[0].slots, self.hub.metrics()
+        with self._tracing():
+            with self.spans("collect"):
+                records = self.collector.collect(self.round)
+            examination = Examination(self.collector.buffer, self.agent.layout) if self.detail.level else None
+            with self.spans("update"):
+                metrics = self.agent.update(self.collector.buffer, examination)
+            with self.spans("watch"):
+                alarms, raised = self._watch(records, metrics, examination)
+        timing, slots, lost = timing_of(self.spans.drain()), self.runners[0].slots, self.hub.metrics()
         measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing, lost)
         self.round += 1
         self.folder.keep(self.agent, self.round, Watching(self.detector.state, self.detail))
@@ -111,3 +138,29 @@ class Trainer:
         for event in raised:
             self.hub.publish(event)
         return records
+
+    def _watch(
+        self, records: list[RoundRecord], metrics: PPOUpdateMetrics, examination: Examination | None
+    ) -> tuple[tuple[Alarm, ...], list[AlarmRaised]]:
+        """The round's events, what is wrong with it, and how closely the next ones are looked at."""
+        events = self.folder.events
+        for record, runner in zip(records, self.runners, strict=True):
+            write_events(events, self.round, record, runner.slots)
+        report = None
+        if examination is not None:
+            report = examination.report({record.task: record.lstm for record in records})
+            write_detail(events, self.round, report)
+        alarms = self.detector.look(self.round, metrics, round_facts(records, report))
+        self.detail = self.detail.after(alarms)
+        return alarms, write_alarms(events, alarms)
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Where a trace was asked for, one round is traced, with the spans as ranges in it."""
+        self.spans.marked = self._profile is not None and self.round == self._traced
+        if self._profile is None or not self.spans.marked:
+            yield
+            return
+        with operator_trace(self._profile / f"round-{self.round:05d}.json.gz", self.agent.device) as path:
+            yield
+        print(f"round {self.round} was traced: {path}", flush=True)

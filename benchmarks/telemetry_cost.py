@@ -1,0 +1,225 @@
+"""What telemetry costs: rounds with it and without, in pairs, from the same state.
+
+Two runs of one configuration go through the same rounds, one watched as every run is, one of which nothing is measured
+or written that learning does not need. A pair is one round of each, in alternating order; both must end alike to the
+last bit. Few hosts overstate the share: what is watched hardly grows with them, and what is trained does.
+
+    python benchmarks/telemetry_cost.py                 # 30 pairs of 8 hosts, a few minutes on one core
+    python benchmarks/telemetry_cost.py --hosts 32      # the default round
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from harness import RESULTS, Json, print_table, write_result
+
+from esper.simic.agent import PPOAgent, PPOUpdateMetrics, ppo
+from esper.simic.agent.lesson import Lesson
+from esper.simic.agent.record import UpdateRecord
+from esper.simic.telemetry import Spans
+from esper.simic.training import collect, journal
+from esper.simic.training import trainer as loop
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.trainer import Trainer
+
+BAR = 1.02
+"""What the upper end of the median ratio has to stay below."""
+TAIL = 0.025
+"""Of the distribution, beyond each end of an interval."""
+
+
+def needed(lesson: Lesson, record: UpdateRecord, agent: PPOAgent) -> PPOUpdateMetrics:
+    """What an agent has to know of its own update, and nothing for people."""
+    rows = [torch.stack([row["norm"], row["halted"].to(row["norm"])]) for row in record.minibatches]
+    gap, *numbers = torch.cat([lesson.reference.gap.view(1), *rows]).tolist()
+    norms, halted = numbers[::2], numbers[1::2]
+    figures: dict[str, Any] = {field.name: 0 for field in fields(PPOUpdateMetrics)}  # Any: of the field's type
+    figures |= {"heads": {}, "behaviour_gap": gap}
+    figures["minibatches_not_finite"] = sum(not math.isfinite(norm) for norm in norms)
+    figures["minibatches_taken"] = sum(
+        math.isfinite(norm) and not stopped for norm, stopped in zip(norms, halted, strict=True)
+    )
+    return PPOUpdateMetrics(**figures)
+
+
+@contextmanager
+def unwatched(trainer: Trainer) -> Iterator[None]:
+    """Inside, its rounds are collected, learnt from and kept, and that is all."""
+    nothing = torch.zeros(3, dtype=torch.long, device=trainer.agent.device)
+    with ExitStack() as stack:
+        for owner, name, instead in (
+            (trainer.spans, "enabled", False),
+            (collect, "watch", lambda *_: nothing),
+            (collect, "compute_lstm_health", lambda _: None),
+            (ppo, "summarise", needed),
+            (trainer, "_watch", lambda *_: ()),
+            (loop, "timing_of", lambda _: {}),
+            (loop, "write_metrics", lambda *_: None),
+        ):
+            stack.enter_context(patch.object(owner, name, instead))
+        yield
+
+
+class Stopwatch:
+    """Seconds inside telemetry, of a watched round."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        spans = Spans()
+        start = time.perf_counter()
+        for _ in range(10_000):
+            with spans("a"):
+                pass
+        self.per_span = (time.perf_counter() - start) / 10_000
+
+    def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:  # Any: whatever it takes and returns
+        """The same function, timed."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+    @contextmanager
+    def timing(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, everything that `unwatched` leaves away is timed."""
+        honest = journal.timing_of
+
+        def with_spans(totals: dict[str, Any]) -> dict[str, Json]:
+            self.seconds += self.per_span * sum(total.visits for total in totals.values())
+            return honest(totals)
+
+        with ExitStack() as stack:
+            for owner, name in (
+                (collect, "watch"),
+                (collect, "compute_lstm_health"),
+                (ppo, "summarise"),
+                (trainer, "_watch"),
+                (loop, "write_metrics"),
+                (trainer.folder.events, "flush"),
+                (trainer.folder.metrics, "flush"),
+            ):
+                stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
+            stack.enter_context(patch.object(loop, "timing_of", with_spans))
+            yield
+
+
+class Run:
+    """One of the two runs, and what its rounds took."""
+
+    def __init__(self, config: TrainConfig, folder: Path, *, watched: bool) -> None:
+        self.trainer, self.watched = Trainer(config, folder), watched
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.telemetry: list[float] = []
+        self.rewards: list[torch.Tensor] = []
+        self._stopwatch = Stopwatch()
+
+    def round(self) -> None:
+        """One round, timed."""
+        self._stopwatch.seconds = 0.0
+        with self._stopwatch.timing(self.trainer) if self.watched else unwatched(self.trainer):
+            cpu, wall = time.process_time(), self._now()
+            records = self.trainer.run_round()
+            self.wall.append(self._now() - wall)
+            self.cpu.append(time.process_time() - cpu)
+        self.telemetry.append(self._stopwatch.seconds)
+        self.rewards.append(torch.cat([record.rewards for record in records], 1))
+
+    def _now(self) -> float:
+        if self.trainer.agent.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def equals(self, other: "Run") -> bool:
+        """Every reward and every weight, to the last bit."""
+        mine, theirs = ([*run.rewards, *run.trainer.agent.network.parameters()] for run in (self, other))
+        return all(torch.equal(one, two) for one, two in zip(mine, theirs, strict=True))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Median and the ends of its interval, by order statistics: that r of n values lie below the median has a binomial
+    probability, whatever their distribution. None with so few values that no end is safe."""
+    ordered, n = sorted(values), len(values)
+    beyond = [sum(math.comb(n, k) for k in range(rank, n + 1)) / 2**n for rank in range(n + 1)]
+    rank = next((rank for rank in range(n + 1) if beyond[rank] <= TAIL), None)
+    ends = (None, None) if rank is None else (ordered[n - rank], ordered[rank - 1])
+    return statistics.median(ordered), *ends
+
+
+def main() -> None:
+    """Run the pairs, print one table, write one JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits_blind")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--warm", type=int, default=1, help="pairs that are not counted")
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    total = arguments.warm + arguments.pairs
+    config = TrainConfig(
+        task=arguments.task, hosts=arguments.hosts, rounds=total, device=arguments.device, data_dir=arguments.data_dir
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        watched, bare = (Run(config, Path(folder) / name, watched=name == "watched") for name in ("watched", "bare"))
+        with watched.trainer.folder, bare.trainer.folder:
+            for pair in range(total):
+                for run in (watched, bare) if pair % 2 else (bare, watched):
+                    run.round()
+                print(f"pair {pair}: {watched.wall[-1]:.2f} s and {bare.wall[-1]:.2f} s without", flush=True)
+    report(arguments, watched, bare)
+
+
+def report(arguments: argparse.Namespace, watched: Run, bare: Run) -> None:
+    """Ratios of wall and CPU time, the share that was timed directly, and whether anything depends on it."""
+    warm = slice(arguments.warm, None)
+    figures = {
+        "wall time, with / without": [a / b for a, b in zip(watched.wall[warm], bare.wall[warm], strict=True)],
+        "CPU time, with / without": [a / b for a, b in zip(watched.cpu[warm], bare.cpu[warm], strict=True)],
+        "timed directly, 1 + share": [
+            wall / (wall - part) for wall, part in zip(watched.wall[warm], watched.telemetry[warm], strict=True)
+        ],
+    }
+    found = {name: interval(values) for name, values in figures.items()}
+    print_table(
+        f"{arguments.task}, {arguments.hosts} hosts, {arguments.pairs} pairs of rounds of "
+        f"{statistics.median(bare.wall[warm]):.2f} s; bar {BAR}",
+        ["figure", "median", "lower 95 % end", "upper 95 % end"],
+        [[name, *("-" if end is None else f"{end:.4f}" for end in ends)] for name, ends in found.items()],
+    )
+    alike = watched.equals(bare)
+    print(f"\nresults are {'bit-identical' if alike else 'NOT THE SAME'}")
+    result: dict[str, Json] = {
+        "task": arguments.task,
+        "hosts": arguments.hosts,
+        "pairs": arguments.pairs,
+        "bar": BAR,
+        "bit_identical": alike,
+        "figures": {name: dict(zip(("median", "low", "high"), ends, strict=True)) for name, ends in found.items()},
+        "seconds": {
+            "with": list(watched.wall[warm]),
+            "without": list(bare.wall[warm]),
+            "telemetry": list(watched.telemetry[warm]),
+        },
+    }
+    write_result(f"telemetry_cost_{arguments.task}", result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
