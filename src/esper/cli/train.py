@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from esper.leyline.series import KEEP
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.runs import read_config
 from esper.simic.training.trainer import Trainer
@@ -19,13 +20,16 @@ class TrainCommand(TrainConfig):
     resume: Path | None = None
     """Go on with this run instead, as it was configured, from its last complete round."""
 
+    keep_checkpoints: int = KEEP
+    """How many of the newest checkpoints to keep."""
+
     def run(self, console: Console) -> None:
         """Train, with a progress bar; Ctrl-C ends after the last complete round."""
         if self.resume is not None:
             trainer = Trainer(read_config(self.resume), self.resume, resume=True)
         else:
             config = TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)})
-            trainer = Trainer(config, self.out)
+            trainer = Trainer(config, self.out, keep_checkpoints=self.keep_checkpoints)
         trainer.run()
         console.print(
             f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False

@@ -24,6 +24,7 @@ from esper.leyline.errors import (
     HostMismatchError,
     SlotOccupiedError,
     StageError,
+    StorageError,
     UnknownNameError,
 )
 from esper.leyline.outcomes import EpisodeOutcome, GateResult, Measurement, StageChange, mean_of
@@ -78,6 +79,7 @@ __all__ = [
     "SlotSpec",
     "StageChange",
     "StageError",
+    "StorageError",
     "Topology",
     "UnknownNameError",
     "can_transition",

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
-from esper.leyline import derive_seed, head_preset
+from esper.leyline import StorageError, derive_seed, head_preset
+from esper.leyline.interrupts import termination_interrupts
 from esper.leyline.progress import progress_bar
+from esper.leyline.series import KEEP
 from esper.simic.agent import PPOAgent
 from esper.simic.telemetry import Alarm, AnomalyDetector
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
@@ -26,7 +28,10 @@ from esper.tolaria import get_task
 class Trainer:
     """A run in its folder. `run` goes on from wherever the folder is."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, *, resume: bool = False, keep_checkpoints: int = KEEP
+    ) -> None:
+        """A new run, or one to go on with (as it was configured: it keeps as many checkpoints as it was begun with)."""
         torch.set_num_threads(config.threads)
         self.config = config
         if not resume:
@@ -43,10 +48,11 @@ class Trainer:
             device=config.device,
         )
         # Last, so that a run that cannot start leaves nothing behind.
-        self.folder = RunFolder.open(folder) if resume else RunFolder.create(folder, config)
         self.round, watching = 0, Watching()
         if resume:
-            self.agent, self.round, watching = self.folder.load(self.agent)
+            self.folder, (self.agent, self.round, watching) = RunFolder.open(folder, self.agent)
+        else:
+            self.folder = RunFolder.create(folder, config, keep_checkpoints)
         self.detector, self.detail = AnomalyDetector(state=watching.detector), watching.detail
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
@@ -62,8 +68,9 @@ class Trainer:
         return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)
 
     def run(self, *, progress: bool = True) -> None:
-        """All rounds that are left. Ctrl-C ends after the last complete round, whose checkpoint is there."""
-        with progress_bar("rounds", self.config.rounds - self.round, shown=progress) as advance, self.folder:
+        """All rounds that are left. Ctrl-C and SIGTERM end after the last complete round, whose checkpoint is there."""
+        bar = progress_bar("rounds", self.config.rounds - self.round, shown=progress)
+        with bar as advance, self.folder, termination_interrupts():
             try:
                 while self.round < self.config.rounds:
                     advance(1, summary(self.run_round()))
@@ -72,6 +79,9 @@ class Trainer:
                             print(f"{alarm.severity}: {alarm}", flush=True)
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
+            except StorageError as error:
+                whole = "the run is whole up to its last checkpoint"
+                raise StorageError(f"{error}; {whole}, go on with --resume {self.folder.path}") from error
 
     def run_round(self) -> list[RoundRecord]:
         """One round: collected, learnt from, written down. A record per task."""
