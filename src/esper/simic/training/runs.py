@@ -2,10 +2,9 @@
 
 import json
 import subprocess
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -15,6 +14,7 @@ import torch
 from esper.leyline import BadValueError, CheckpointError, StorageError
 from esper.leyline.files import is_leftover, remove_leftovers, replace_file, storing
 from esper.leyline.interrupts import interrupts_held
+from esper.leyline.machine import Machine
 from esper.leyline.records import Json, decode, encode
 from esper.leyline.series import KEEP, Series
 from esper.leyline.stored import checksum, refusal
@@ -24,21 +24,6 @@ from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig
 
 CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What numbers may depend on beside the seed."""
-
-    torch: str
-    threads: int
-    cpu: str
-    """The instructions that kernels may use"""
-
-    @classmethod
-    def here(cls) -> "Machine":
-        """Of this process."""
-        return cls(torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
 
 
 @dataclass(frozen=True)
@@ -119,7 +104,7 @@ class RunFolder:
             _check_beginning(path)
             return cls(path, header.config, header.keep_checkpoints, (0, 0)), Restored(agent, 0, Watching())
         restored, progress = found
-        _warn_of_differences(progress.machine)
+        progress.machine.warn_of_differences()
         offsets = (progress.events_offset, progress.metrics_offset)
         return cls(path, header.config, header.keep_checkpoints, offsets), restored
 
@@ -187,15 +172,6 @@ def _check_beginning(path: Path) -> None:
             f"{path / METRICS} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
             "put a copy of one in its place, or begin anew in another folder"
         )
-
-
-def _warn_of_differences(then: Machine) -> None:
-    """Say so where a run goes on under other conditions."""
-    now = Machine.here()
-    names = [each.name for each in fields(Machine) if getattr(then, each.name) != getattr(now, each.name)]
-    if names:
-        changed = ", ".join(f"{name} {getattr(then, name)} → {getattr(now, name)}" for name in names)
-        warnings.warn(f"the run goes on, but not bit for bit: {changed}", RuntimeWarning, stacklevel=3)
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------
