@@ -26,12 +26,13 @@ from esper.tolaria import HostFleet, Task, TaskRegistry, gains, get_task
 from esper.tolaria.gains import GAINS_FILE, published_gains
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-LIBRARIES = {"harness.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
+LIBRARIES = {"harness.py", "kills.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
 RUN_BELOW = {
     *("audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "gain_noise.py", "governor_alarms.py"),
     *("ppo_learning.py", "ppo_update.py", "ablations.py", "audited_credit.py", "gain_lasts.py", "loop_throughput.py"),
     "event_volume.py",
     *("healthy_rounds.py", "telemetry_cost.py"),
+    "kill_resume.py",
 }
 OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BELOW)
 
@@ -140,6 +141,21 @@ def run_here(
         return capsys.readouterr().out
 
     return run
+
+
+def test_kill_resume(tmp_path: Path, run_here: Callable[..., str], benchmark: Callable[[str], ModuleType]) -> None:
+    """Three runs, each killed at least once, end bit for bit as the one that was not; a difference would be seen."""
+    printed = run_here("kill_resume", "--runs", "3", "--rounds", "2", "--out", str(tmp_path / "out"))
+    assert printed.splitlines()[-1].startswith("3 of 3 runs end bit for bit")
+    written = json.loads((tmp_path / "out" / "kill_resume.json").read_text())
+    assert [each["differences"] for each in written["outcomes"]] == [[]] * 3
+    assert all(each["kills"] for each in written["outcomes"])
+    script = benchmark("kill_resume")
+    for seed in range(2):
+        config = script.TrainConfig(script.tiny_task("digits_blind"), rounds=1, hosts=2, members=1, seed=seed)
+        script.Trainer(config, tmp_path / f"{seed}").run(progress=False)
+    found = script.differences(tmp_path / "0", tmp_path / "1")
+    assert {"metrics.jsonl", "events.jsonl", "generator"} <= set(found)
 
 
 def test_ablations(tmp_path: Path, run_here: Callable[..., str]) -> None:

@@ -410,7 +410,7 @@ def test_interrupted_writing_keeps_the_old_one(
 
     with monkeypatch.context() as patch:
         if moment == "weights":
-            patch.setattr(safetensors.torch, "save_file", fail)
+            patch.setattr(Path, "write_bytes", fail)
         elif moment == "json":
             patch.setattr(Path, "write_text", fail)
         else:

@@ -1,5 +1,6 @@
 """The command line: each subcommand is a frozen dataclass, its fields are the flags, their strings the help."""
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Protocol
@@ -48,3 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     except EsperError as error:
         print(f"esper: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("esper: stopped", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None

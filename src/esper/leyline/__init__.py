@@ -25,6 +25,7 @@ from esper.leyline.errors import (
     MissingPackageError,
     SlotOccupiedError,
     StageError,
+    StorageError,
     UnknownNameError,
 )
 from esper.leyline.outcomes import EpisodeOutcome, GateResult, Measurement, StageChange, mean_of
@@ -80,6 +81,7 @@ __all__ = [
     "SlotSpec",
     "StageChange",
     "StageError",
+    "StorageError",
     "Topology",
     "UnknownNameError",
     "can_transition",

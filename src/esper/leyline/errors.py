@@ -47,6 +47,10 @@ class CheckpointError(EsperError, ValueError):
     """A checkpoint that is damaged, foreign or of another version."""
 
 
+class StorageError(EsperError, OSError):
+    """A file or folder that cannot be written: a full disk, no permission. What was whole on disk still is."""
+
+
 class DataError(EsperError, ValueError):
     """A data set that is missing, damaged or too small for its task."""
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
-from esper.leyline import BadValueError, EsperError, derive_seed, head_preset
+from esper.leyline import BadValueError, EsperError, StorageError, derive_seed, head_preset
+from esper.leyline.interrupts import termination_interrupts
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import encode
+from esper.leyline.series import KEEP
 from esper.nissa import AlarmRaised, Watch
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, AnomalyDetector, Examination, Spans, check_trace, operator_trace
@@ -44,10 +46,14 @@ class Trainer:
         folder: Path,
         *,
         resume: bool = False,
+        keep_checkpoints: int = KEEP,
         watch: Watch | None = None,
         profile: Path | None = None,
     ) -> None:
-        """`watch`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round."""
+        """A new run, or one to go on with (as it was configured: it keeps as many checkpoints as it was begun with).
+
+        `watch`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round.
+        """
         self.watch, self.resumed = Watch() if watch is None else watch, resume
         self.watch.check()
         torch.set_num_threads(config.threads)
@@ -68,10 +74,11 @@ class Trainer:
             device=config.device,
         )
         # Last, so that a run that cannot start leaves nothing behind.
-        self.folder = RunFolder.open(folder) if resume else RunFolder.create(folder, config)
         self.round, watching = 0, Watching()
         if resume:
-            self.agent, self.round, watching = self.folder.load(self.agent)
+            self.folder, (self.agent, self.round, watching) = RunFolder.open(folder, self.agent)
+        else:
+            self.folder = RunFolder.create(folder, config, keep_checkpoints)
         self.detector = AnomalyDetector(state=watching.detector, ppo=self.agent.config)
         self.detail = watching.detail
         self.alarms: tuple[Alarm, ...] = ()
@@ -93,9 +100,10 @@ class Trainer:
         return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)
 
     def run(self, *, progress: bool = True) -> None:
-        """All rounds that are left. Ctrl-C ends after the last complete round, whose checkpoint is there."""
+        """All rounds that are left. Ctrl-C and SIGTERM end after the last complete round, whose checkpoint is there."""
         left = self.config.rounds - self.round
-        with progress_bar("rounds", left, shown=progress) as advance, self.folder, self.hub:
+        bar = progress_bar("rounds", left, shown=progress)
+        with bar as advance, self.folder, self.hub, termination_interrupts():
             if self._profile is not None and not left:
                 raise BadValueError(f"{self.folder.path} has no round left to trace; leave --profile away")
             try:
@@ -104,11 +112,14 @@ class Trainer:
                         words = summary(self.run_round())
                         advance(1, "" if self.watch.console else words)
                         self._print_alarms()
+            except KeyboardInterrupt:
+                print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
+            except StorageError as error:
+                whole = "the run is whole up to its last checkpoint"
+                raise StorageError(f"{error}; {whole}, go on with --resume {self.folder.path}") from error
             except EsperError as error:
                 self.folder.events.write(kind="error", round=self.round, error=type(error).__name__, message=str(error))
                 raise
-            except KeyboardInterrupt:
-                print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
         if losses := self.hub.losses():
             print(f"{losses}; the log in {self.folder.path} has everything")
 
