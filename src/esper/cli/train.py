@@ -19,7 +19,6 @@ class TrainCommand(TrainConfig):
     """Folder of the run; it must not hold another."""
     resume: Path | None = None
     """Go on with this run instead, as it was configured, from its last complete round."""
-
     keep_checkpoints: int = KEEP
     """How many of the newest checkpoints to keep."""
 
