@@ -444,6 +444,19 @@ def test_crash_keeps_the_old_one(folder: Path) -> None:
     assert read_stored(folder, KIND) == ({"thing": 3}, {})
 
 
+def test_a_writer_killed_between_two_renames(folder: Path) -> None:
+    """Nothing is in its place then, and the new one is complete: it is read where it lies, and nothing is moved."""
+    work = folder.parent / ".thing.abcd_123"
+    work.mkdir()
+    folder.rename(work / "old")
+    write_stored(work / "new", KIND, {"thing": 2}, {})
+    assert read_stored(folder, KIND) == ({"thing": 2}, {})
+    assert not folder.exists()
+    write_stored(folder, KIND, {"thing": 3}, {})
+    assert [path.name for path in folder.parent.iterdir()] == ["thing"]
+    assert read_stored(folder, KIND)[0] == {"thing": 3}
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,8 @@ class Series:
         """What `read` makes of the newest that it does not refuse; None where there are none at all.
 
         Each that it refuses (CheckpointError) is told as a warning and set aside under another name, so that it is
-        neither met again nor lost. Where all are refused, that is an error, and all stay in their places.
+        neither met again nor lost. Where all are refused, that is an error, and all stay in their places. What a killed
+        writer has left or not yet removed is cleaned up.
         """
         with storing(self.folder):
             remove_leftovers(self.folder)
@@ -66,6 +67,7 @@ class Series:
                     RuntimeWarning,
                     stacklevel=3,
                 )
+            self.prune()
             return found
         if refused:
             reasons = "; ".join(f"{place.name}: {why}" for place, why in refused.items())

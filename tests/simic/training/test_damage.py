@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -265,12 +266,14 @@ def test_where_data_lie_may_differ(run: Path) -> None:
 
 
 def test_older_folders_are_read(run: Path) -> None:
-    """Those that state no checksum and not how many checkpoints to keep."""
+    """Those that state no checksum and not how many checkpoints to keep: all, as when they were begun."""
     content = json.loads((run / "config.json").read_text())
     del content["checksum"], content["keep_checkpoints"]
     (run / "config.json").write_text(json.dumps(content))
-    assert read_header(run) == (config(), 3)
+    assert read_header(run) == (config(), sys.maxsize)
+    shutil.copytree(checkpoint(run, 2), checkpoint(run, 1))
     close(resume(run))
+    assert checkpoint(run, 1).exists()
 
 
 # -- damaged logs -----------------------------------------------------------------------------------------------------
@@ -451,7 +454,9 @@ def test_what_a_killed_process_left_is_cleaned_up(run: Path) -> None:
     """In the run's folder and among its checkpoints; a folder with nothing else in it is free for a new run."""
     for place in (run / ".config.json.abcd_123", run / "checkpoints" / ".round-00005.abcd_123"):
         (place / "new").mkdir(parents=True)
+    shutil.copytree(checkpoint(run, 2), checkpoint(run, 1))  # one too many: it was to be removed
     close(resume(run))
+    assert not checkpoint(run, 1).exists()
     assert not [path for path in run.rglob(".*")]
     (run.parent / "other" / ".config.json.abcd_123").mkdir(parents=True)
     Trainer(config(rounds=1), run.parent / "other").run(progress=False)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -208,7 +209,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def read_header(path: Path) -> Header:
-    """The configuration, proven to be what was written (older folders state neither checksum nor what to keep)."""
+    """The configuration, proven to be what was written. Older folders state no checksum, and keep all checkpoints."""
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         values = dict(content["config"])
@@ -222,7 +223,7 @@ def read_header(path: Path) -> Header:
             )
     data_dir = values.pop("data_dir", None)
     config: TrainConfig = decode(TrainConfig, {**values, "data_dir": None}, "config")
-    keep = decode(int, content.get("keep_checkpoints", KEEP), "keep_checkpoints")
+    keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")
     return Header(replace(config, data_dir=None if data_dir is None else Path(data_dir)), keep)
 
 
