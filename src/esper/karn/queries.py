@@ -82,17 +82,12 @@ def columns_of(path: Path) -> dict[str, list[Column]]:
 
 
 def _connect() -> "duckdb.DuckDBPyConnection":
-    """A database in memory that never writes: no spill files, nothing installed, no variables of Python's as tables."""
+    """A database in memory alone: what does not fit there is an error, not a file beside whoever asks."""
     try:
         import duckdb
     except ImportError as error:
         raise MissingPackageError("esper query", "duckdb", "esper-morph[query]") from error
-    settings: dict[str, str | bool | int | float | list[str]] = {
-        "temp_directory": "",
-        "autoinstall_known_extensions": False,
-        "python_enable_replacements": False,
-    }
-    return duckdb.connect(":memory:", config=settings)
+    return duckdb.connect(":memory:", config={"temp_directory": ""})
 
 
 def _check(connection: "duckdb.DuckDBPyConnection", statement: str) -> None:
