@@ -40,7 +40,7 @@ def test_an_update_that_failed_is_written_down(tmp_path: Path) -> None:
     assert all(torch.equal(mine, old) for mine, old in zip(network.parameters(), before, strict=True))
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert line["ppo/minibatches_taken"] == 0
-    assert line["ppo/typical_grad_norm"] == "nan"
+    assert line["ppo/pre_clip_grad_norm"] == "nan"
     assert any(event["severity"] == "critical" for event in events(tmp_path / "run", "alarm"))
 
 
