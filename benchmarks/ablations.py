@@ -21,12 +21,12 @@ from harness import RESULTS, Json, print_table, spread, write_result
 from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.records import encode
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.evaluation import AT_ONCE, evaluate
+from esper.simic.training.evaluation import UnseenHosts
 from esper.simic.training.named import make_policies
 from esper.simic.training.runs import read_config
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import growth_table
-from esper.tolaria import HostFleet, TaskRegistry, get_task
+from esper.tolaria import TaskRegistry, get_task
 
 DEFAULT = "default"
 FIGURES = ("objective", "accuracy", "added_params")
@@ -118,10 +118,12 @@ def _evaluate(job: Job, run_folder: Path) -> Figures:
     config, task = job.config, get_task(job.config.task)
     preset = head_preset(config.preset)
     (policy,) = make_policies(str(run_folder), task, growth_table(preset, task.slot_config), config.device)
-    hosts = 2 * min(job.hosts, AT_ONCE)
-    fleet = HostFleet(task, hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
-    found = evaluate(task, {"learned": policy}, job.hosts, EVALUATION_SEED, preset, sensing=config.sensing, fleet=fleet)
-    return {name: [float(value) for value in getattr(found["learned"], name)] for name in FIGURES}
+    unseen = UnseenHosts(
+        task, job.hosts, EVALUATION_SEED, preset,
+        isolation=config.isolation, device=config.device, data_dir=config.data_dir,
+    )  # fmt: skip
+    (found,) = unseen.grow([policy])
+    return {name: [float(value) for value in getattr(found, name)] for name in FIGURES}
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, list[Job]]:

@@ -27,7 +27,6 @@ from torch import Tensor
 from esper.kasmina import SeedState
 from esper.leyline import SeedStage, head_preset
 from esper.leyline.numbers import require_whole
-from esper.simic.training.collect import action_draws
 from esper.simic.training.costs import CostMeter, Structure
 from esper.simic.training.evaluation import UnseenHosts, run_policy
 from esper.simic.training.named import make_policies
@@ -88,16 +87,13 @@ def run(job: Job) -> Lasting:
     unseen = UnseenHosts(
         task, job.hosts, job.rng_seed, preset, final=job.final, device=job.device, data_dir=job.data_dir
     )
-    runner, groups = unseen.runner, unseen.runner.groups
-    parts: dict[str, list[float]] = {}
-    for numbers in unseen.batches(groups.count):
-        seeds = [unseen.seeds[number] for number in numbers]
-        draws = [
-            action_draws(job.rng_seed, number, 1, task.steps, len(runner.table), unseen.purpose) for number in numbers
-        ]
-        ended = run_policy(runner, policy, seeds, torch.cat(draws, 1), unseen.meter)
+    runner, meter = unseen.open()
+    groups, parts = runner.groups, dict[str, list[float]]()
+    for places in unseen.parts(groups.count):
+        seeds = [unseen.seeds[place] for place in places]
+        ended = run_policy(runner, policy, seeds, unseen.draws(places, len(runner.table)), meter)
         work = np.array(list(ended.work.values())).sum(0)
-        later, work_later = train_on(unseen.fleet, groups.envs, final=job.final)
+        later, work_later = train_on(runner.fleet, groups.envs, final=job.final)
         same_compute = wait_for(unseen, seeds, work, work_later)
         found = (
             *(ended.accuracy, ended.control, groups.grown_of(later), groups.control_of(later)),
@@ -129,8 +125,8 @@ def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Ten
 
 def wait_for(unseen: UnseenHosts, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
     """Accuracies of hosts that never grow, after so much work each: an episode of that length, then its final rate."""
-    task, device = unseen.task, unseen.fleet.device
-    fleet = HostFleet(task, len(seeds), device, seeds, batches=unseen.fleet.batches)
+    task = unseen.task
+    fleet = HostFleet(task, len(seeds), unseen.device, seeds, batches=unseen.data)
     minibatches = task.steps * task.batches_per_step
     episode = np.rint(work * minibatches)
     ends = np.stack([episode, episode + np.rint(work_later * minibatches)])

@@ -63,7 +63,7 @@ def unwatched(trainer: Trainer) -> Iterator[None]:
             (collect, "watch", lambda *_: nothing),
             (collect, "compute_lstm_health", lambda _: None),
             (ppo, "summarise", needed),
-            (trainer, "_watch", lambda *_: ()),
+            (trainer, "_watch", lambda *_: ((), [])),
             (loop, "timing_of", lambda _: {}),
             (loop, "write_metrics", lambda *_: None),
         ):

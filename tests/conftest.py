@@ -1,8 +1,12 @@
 """For all tests: one torch thread, and a random state that no test hands on to the next."""
 
+import signal
+
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is where a shell began the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the networks here are small, and bit promises hold for a fixed number of threads
 
 

@@ -9,6 +9,7 @@ import pytest
 from simic.training.tiny import NAME, tiny_task
 
 from esper.cli import main
+from esper.cli.tasks import TasksCommand
 from esper.tolaria import TaskRegistry, gains, get_task
 
 
@@ -137,8 +138,10 @@ def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     tiny_task()
     out, figures = tmp_path / "run", tmp_path / "figures.json"
     arguments = ["train", "--task", NAME, "--rounds", "2", "--hosts", "6", "--members", "2", "--out", str(out)]
-    assert "2 of 2 rounds" in lines_of(capsys, *arguments)[-1]
-    assert {path.name for path in out.iterdir()} == {"config.json", "events.jsonl", "metrics.jsonl", "checkpoints"}
+    assert "2 of 2 rounds" in lines_of(capsys, *arguments, "--keep-checkpoints", "1")[-1]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["round-00002"]
+    logs = {"events.jsonl", "metrics.jsonl", "sessions.jsonl"}
+    assert {path.name for path in out.iterdir()} == {"config.json", "checkpoints", *logs}
     assert json.loads((out / "config.json").read_text())["config"]["hosts"] == 6
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in metrics] == [0, 1]
@@ -156,9 +159,23 @@ def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not any(entry["superior"] for entry in found["differences"]), "one seed is no claim"
 
 
+def test_ctrl_c_ends_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever no command sees to it itself; with the exit code that shells know."""
+
+    def interrupted(self: object, console: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TasksCommand, "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["tasks"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "esper: stopped\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["train", "--keep-checkpoints", "0"], "keep 0 is not an integer of 1 or more"),
         (["train", "--task", "nonsense"], "unknown task 'nonsense'"),
         (["train", "--hosts", "7"], "7 hosts are no whole number of groups"),
         (["train", "--resume", "nowhere"], "no run folder"),

@@ -245,7 +245,8 @@ def test_the_core_runs_without_the_other_packages() -> None:
     names = sorted(name for name, module in MODULES.items() if module.subsystem in CORE and name not in KERNELS)
     code = (
         "import importlib, sys\n"
-        "for name in ('sklearn', 'PIL', 'matplotlib', 'rich', 'tyro', 'scipy', 'pytest'): sys.modules[name] = None\n"
+        "heavy = ('sklearn', 'PIL', 'matplotlib', 'rich', 'tyro', 'scipy', 'duckdb', 'pytest')\n"
+        "for name in heavy: sys.modules[name] = None\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
         "import torch\n"
         "from esper.tolaria import get_task\n"

@@ -68,6 +68,17 @@ def test_learning_curves(run: Run) -> None:
     assert band(axis) == pytest.approx((0.25 - 0.2165, 0.25 + 0.2165), abs=1e-4)
 
 
+def test_several_tasks_have_a_line_each(tmp_path: Path) -> None:
+    """By name, from the metrics of each; a band over hosts of different tasks would mean nothing."""
+    tasks = {name: {"objective": value, "reward": {"gain": 1.0}} for name, value in (("a", 3.0), ("b", 4.0))}
+    run = read_run(write_run(tmp_path, [metrics(0, tasks=tasks)], default_events(1)))
+    assert run.tasks == ["a", "b"]
+    (axis,) = draw_learning(run, LEARNING[0]).axes
+    assert {name: line for name, line in heights(axis).items() if name in "ab"} == {"a": [3.0], "b": [4.0]}
+    assert not axis.collections
+    assert axis.get_legend() is not None
+
+
 def test_decisions(run: Run) -> None:
     """Per host: one germination of each kind by four hosts, and two commits; blank where there was none."""
     assert rows_of(run) == ["r1c0/depthwise", "r1c1/norm"]

@@ -410,7 +410,7 @@ def test_interrupted_writing_keeps_the_old_one(
 
     with monkeypatch.context() as patch:
         if moment == "weights":
-            patch.setattr(safetensors.torch, "save_file", fail)
+            patch.setattr(Path, "write_bytes", fail)
         elif moment == "json":
             patch.setattr(Path, "write_text", fail)
         else:
@@ -442,6 +442,19 @@ def test_crash_keeps_the_old_one(folder: Path) -> None:
     assert read_stored(folder, KIND)[0] == CONTENT
     write_stored(folder, KIND, {"thing": 3}, {})
     assert read_stored(folder, KIND) == ({"thing": 3}, {})
+
+
+def test_a_writer_killed_between_two_renames(folder: Path) -> None:
+    """Nothing is in its place then, and the new one is complete: it is read where it lies, and nothing is moved."""
+    work = folder.parent / ".thing.abcd_123"
+    work.mkdir()
+    folder.rename(work / "old")
+    write_stored(work / "new", KIND, {"thing": 2}, {})
+    assert read_stored(folder, KIND) == ({"thing": 2}, {})
+    assert not folder.exists()
+    write_stored(folder, KIND, {"thing": 3}, {})
+    assert [path.name for path in folder.parent.iterdir()] == ["thing"]
+    assert read_stored(folder, KIND)[0] == {"thing": 3}
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.leyline import BadValueError
+from esper.leyline import BadValueError, StorageError
 from esper.nissa import JsonLines, read_lines
 
 
@@ -62,3 +62,42 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "log.jsonl") as log, pytest.raises(BadValueError, match="nan"):
         log.write(loss=float("nan"))
     assert (tmp_path / "log.jsonl").read_text() == ""
+
+
+def test_the_offset_is_where_the_next_line_begins(tmp_path: Path) -> None:
+    """Also right after a tail was cut off, before anything is written."""
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a":1}\n{"b":2}\n')
+    with JsonLines(path, 8) as log:
+        assert log.flush() == 8
+        log.write(c=3)
+        assert log.flush() == 16
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    """The second is refused before it cuts anything off; a reader is not in the way."""
+    path = tmp_path / "log.jsonl"
+    with JsonLines(path) as log:
+        log.write(a=1)
+        log.flush()
+        with pytest.raises(BadValueError, match=r"log\.jsonl is being written by another process"):
+            JsonLines(path, 0)
+        assert list(read_lines(path)) == [{"a": 1}]
+    JsonLines(path).close()
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """By the device that is always full: the file is closed all the same."""
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    log = JsonLines(tmp_path / "log.jsonl")
+    log.write(a=1)
+    message = r"log\.jsonl cannot be written \(No space left on device\); make room there"
+    with pytest.raises(StorageError, match=message):
+        log.flush()
+    with pytest.raises(StorageError, match=message):
+        log.close()
+
+
+def test_no_place_for_a_log(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"log\.jsonl cannot be written \(No such file or directory\)"):
+        JsonLines(tmp_path / "none" / "log.jsonl")

@@ -15,8 +15,16 @@ from esper.karn import read_run, write_report
 from esper.karn.story import what_was_learned
 from esper.simic.training.comparison import Comparison
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.evaluation import Result
-from esper.simic.training.jobs import EvaluationConfig, Job, run_in_worker, run_job, worker_pool
+from esper.simic.training.jobs import (
+    Contender,
+    EvaluationConfig,
+    collect,
+    job_runner,
+    make_jobs,
+    run_in_worker,
+    worker_pool,
+)
+from esper.simic.training.results import Result
 from esper.simic.training.trainer import Trainer
 from esper.simic.training.verdicts import compare_all
 from esper.tolaria import get_task
@@ -58,15 +66,18 @@ class DemoCommand:
         config = TrainConfig(task=TASK, rounds=self.rounds, hosts=self.hosts, members=self.members, seed=self.seed)
         unseen = EvaluationConfig(TASK, self.unseen, EVALUATION_SEED)
         with worker_pool(1) as pool:
-            measured = {name: pool.submit(run_in_worker, Job(unseen, name)) for name in RULES}
+            rules = [Contender(unseen, name) for name in RULES]
+            measured = [pool.submit(run_in_worker, job) for job in make_jobs(rules)]
             trainer = Trainer(config, folder)
             trainer.run()
             if trainer.round < self.rounds:  # stopped by hand: `run` has said how to go on
                 pool.shutdown(cancel_futures=True)
                 return
             console.print(f"Comparing it with rules on {self.unseen} hosts that none of them has seen …")
-            learned = run_job(unseen.open(), Job(unseen, str(folder)))
-            results = {"learned": [learned], **{name: [future.result()] for name, future in measured.items()}}
+            with job_runner(1) as run:
+                results = {"learned": run([Contender(unseen, str(folder))])}
+            done = collect(rules, (future.result() for future in measured))
+            results |= {name: [result] for name, result in zip(RULES, done, strict=True)}
         found = Comparison(TASK, self.unseen, EVALUATION_SEED, False, results, compare_all(results))
         (folder / "evaluation.json").write_text(dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
         _tell(console, found, folder)

@@ -1,5 +1,6 @@
 """The command line: each subcommand is a frozen dataclass, its fields are the flags, their strings the help."""
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Protocol
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from esper.cli.demo import DemoCommand
 from esper.cli.evaluate import EvaluateCommand
+from esper.cli.query import QueryCommand
 from esper.cli.report import ReportCommand
 from esper.cli.tasks import TasksCommand
 from esper.cli.train import TrainCommand
@@ -30,6 +32,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "tune": TuneCommand,
     "evaluate": EvaluateCommand,
     "report": ReportCommand,
+    "query": QueryCommand,
 }
 
 
@@ -46,3 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     except EsperError as error:
         print(f"esper: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("esper: stopped", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -6,7 +6,7 @@ from statistics import fmean
 from rich.table import Table
 
 from esper.simic.training.comparison import Comparison
-from esper.simic.training.evaluation import OTHER_RHOS, Result
+from esper.simic.training.results import OTHER_RHOS, Result
 from esper.simic.training.verdicts import Compared
 
 

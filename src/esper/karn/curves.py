@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 from esper.karn import colours
@@ -55,20 +56,27 @@ def gaps(values: Sequence[float | None]) -> list[float]:
 
 
 def draw_learning(run: Run, curve: Curve) -> "Figure":
-    """One figure of the rounds, with the middle half of hosts behind it; for a share, its standard error."""
+    """One figure of the rounds, with the middle half of hosts behind it; for a share, its standard error. Of several
+    tasks, a line each, and no band."""
     rounds = [entry.number for entry in run.rounds]
     values = run.series(curve.column)
     with style():
         figure = new_figure(5.2, 2.8)
         axis = figure.subplots()
-        low, high = _spread(run, curve, values)
-        axis.fill_between(rounds, gaps(low), gaps(high), color=colours.BLUE.light, alpha=0.18, linewidth=0)
-        axis.plot(rounds, gaps(values), color=colours.BLUE.light, marker="o", markersize=3)
+        if run.tasks:
+            for task, colour in zip(run.tasks, cycle(colours.SERIES)):
+                series = gaps(run.series(f"tasks/{task}/{curve.column}"))
+                axis.plot(rounds, series, color=colour.light, marker="o", markersize=3, label=task)
+        else:
+            low, high = _spread(run, curve, values)
+            axis.fill_between(rounds, gaps(low), gaps(high), color=colours.BLUE.light, alpha=0.18, linewidth=0)
+            axis.plot(rounds, gaps(values), color=colours.BLUE.light, marker="o", markersize=3)
         if curve.of_host in ("objective", "gain"):
             axis.axhline(0, color=colours.MUTED.light, linewidth=0.8, linestyle=":")
         axis.set(title=curve.title, ylabel=curve.unit, xlabel="round")
         axis.grid(axis="y")
         whole_ticks(axis)
+        legend_above(axis, 5.2)
     return figure
 
 

@@ -114,6 +114,12 @@ class Run:
         return list(dict.fromkeys(name for entry in self.rounds for name in entry.columns))
 
     @cached_property
+    def tasks(self) -> list[str]:
+        """The tasks of a run that has several, as the metrics tell them apart; otherwise none."""
+        parts = [name.split("/") for name in self.column_names]
+        return list(dict.fromkeys(part[1] for part in parts if part[0] == "tasks"))
+
+    @cached_property
     def slots(self) -> list[str]:
         """Every slot in which a seed was ever germinated, from the input on."""
         used = {key.split("/")[0] for entry in self.rounds for key in entry.germinated}
@@ -135,7 +141,7 @@ class Run:
 
 def read_run(path: Path, shown: int | None = None) -> Run:
     """The run in a folder, with the details of one round (default: the last)."""
-    header = _read_config(path)
+    header = read_header(path)
     rounds = list(_read_metrics(path))
     if not rounds:
         raise BadValueError(f"{path} has no complete round yet: nothing to report before {METRICS} has a line")
@@ -156,7 +162,8 @@ def read_run(path: Path, shown: int | None = None) -> Run:
     return run
 
 
-def _read_config(path: Path) -> Fields:
+def read_header(path: Path) -> Fields:
+    """The configuration of the run in a folder, with the commit and the torch version that it ran with."""
     if not path.is_dir():
         raise BadValueError(f"{path} is no run folder: there is no such folder")
     for name in (CONFIG, METRICS, EVENTS):
@@ -167,7 +174,7 @@ def _read_config(path: Path) -> Fields:
     return header
 
 
-def _lines(path: Path) -> Iterator[Fields]:
+def checked_lines(path: Path) -> Iterator[Fields]:
     """Objects of a file with their places; a torn last line is left out."""
     number = 0
     try:
@@ -177,15 +184,21 @@ def _lines(path: Path) -> Iterator[Fields]:
         raise BadValueError(f"{path} cannot be read behind line {number}: {error}") from error
 
 
-def _read_metrics(path: Path) -> Iterator[Round]:
+def metric_lines(path: Path) -> Iterator[tuple[int, Fields]]:
+    """The complete rounds of a run: number and line, in order."""
     last = -1
-    for line in _lines(path / METRICS):
+    for line in checked_lines(path / METRICS):
         number = line.whole("round")
         if number <= last:
             raise BadValueError(f"{line.where}: round {number} comes after round {last}")
+        yield number, line
+        last = number
+
+
+def _read_metrics(path: Path) -> Iterator[Round]:
+    for number, line in metric_lines(path):
         line.number("objective")
         yield Round(number, _flat(line.content), line.counts("ops"), line.counts("germinated"))
-        last = number
 
 
 def _flat(content: dict[str, Json]) -> dict[str, float]:
@@ -194,8 +207,10 @@ def _flat(content: dict[str, Json]) -> dict[str, float]:
     for name, value in content.items():
         if name in ("round", "ops", "germinated"):
             continue
-        inner = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        columns |= {key: float(item) for key, item in inner.items() if is_number(item)}
+        if isinstance(value, dict):
+            columns |= {f"{name}/{key}": item for key, item in _flat(value).items()}
+        elif is_number(value):
+            columns[name] = float(value)
     return columns
 
 
@@ -203,7 +218,7 @@ def _read_events(run: Run) -> None:
     complete = {entry.number for entry in run.rounds}
     born: dict[tuple[int, int, str], int] = {}
     kept: dict[tuple[int, int, str], Commit] = {}
-    for line in _lines(run.path / EVENTS):
+    for line in checked_lines(run.path / EVENTS):
         kind = line.text("kind")
         if kind not in ("stage", "panic", "episode"):
             continue  # other kinds may join the log; a report has no picture of them

@@ -12,6 +12,7 @@ from esper.kasmina.host import Host, Segment
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
 from esper.kasmina.model import MorphogeneticModel
 from esper.kasmina.optimiser import GrowingOptimizer
+from esper.kasmina.resume import TrainingCheckpoints
 from esper.kasmina.slot import SeedSlot
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "SeedSlot",
     "SeedState",
     "Segment",
+    "TrainingCheckpoints",
     "attach",
     "check_blueprint",
     "check_host",

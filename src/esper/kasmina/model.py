@@ -303,14 +303,18 @@ class MorphogeneticModel(nn.Module):
                 "wrap the host as it was when it was saved, by MorphogeneticModel(host, slots) or attach(host, slots)"
             )
         found = checkpoint.read(Path(folder))
-        saved = found.model
         if model is None:
-            model = cls(found.build_host(), saved.slot_ids, isolation=saved.isolation)
-        checkpoint.restore(found, model.body)
-        model.isolation, model.config = saved.isolation, saved.config
-        model.budget, model.rng_seed = saved.budget, saved.rng_seed
-        model._notify()
+            model = cls(found.build_host(), found.model.slot_ids, isolation=found.model.isolation)
+        model.restore(found)
         return model
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        """Become what was saved, or stay as it is by a `CheckpointError`."""
+        checkpoint.restore(found, self.body)
+        saved = found.model
+        self.isolation, self.config = saved.isolation, saved.config
+        self.budget, self.rng_seed = saved.budget, saved.rng_seed
+        self._notify()
 
     def harden(
         self,

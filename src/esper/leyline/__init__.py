@@ -22,8 +22,10 @@ from esper.leyline.errors import (
     FleetMemoryError,
     GateRefusedError,
     HostMismatchError,
+    MissingPackageError,
     SlotOccupiedError,
     StageError,
+    StorageError,
     UnknownNameError,
 )
 from esper.leyline.outcomes import EpisodeOutcome, GateResult, Measurement, StageChange, mean_of
@@ -71,6 +73,7 @@ __all__ = [
     "HostSignals",
     "LifecycleOp",
     "Measurement",
+    "MissingPackageError",
     "SeedReport",
     "SeedStage",
     "SlotConfig",
@@ -78,6 +81,7 @@ __all__ = [
     "SlotSpec",
     "StageChange",
     "StageError",
+    "StorageError",
     "Topology",
     "UnknownNameError",
     "can_transition",

@@ -47,9 +47,20 @@ class CheckpointError(EsperError, ValueError):
     """A checkpoint that is damaged, foreign or of another version."""
 
 
+class StorageError(EsperError, OSError):
+    """A file or folder that cannot be written: a full disk, no permission. What was whole on disk still is."""
+
+
 class DataError(EsperError, ValueError):
     """A data set that is missing, damaged or too small for its task."""
 
 
 class FleetMemoryError(EsperError, MemoryError):
     """A fleet that does not fit into memory; the message says how many hosts would."""
+
+
+class MissingPackageError(EsperError, ImportError):
+    """Something was asked for whose package, an extra of Esper's, is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs the package {package}, which is not installed: pip install '{extra}'")

@@ -19,8 +19,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from esper.leyline.errors import CheckpointError, EsperError
-from esper.leyline.files import replace_folder, sync_to_disk
+from esper.leyline.errors import CheckpointError, EsperError, StorageError
+from esper.leyline.files import present_folder, replace_folder, sync_to_disk
 from esper.leyline.records import Json, decode, encode
 
 OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})
@@ -51,10 +51,10 @@ class StoredWeights:
 
 @contextmanager
 def refusal(where: str) -> Iterator[None]:
-    """What goes wrong inside is the fault of what is being stored or read."""
+    """What goes wrong inside is the fault of what is being stored or read, but for a disk that is full."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, StorageError):
         raise
     except (EsperError, SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
@@ -72,18 +72,16 @@ def write_stored(folder: Path, kind: StoredFormat, content: Mapping[str, Json], 
         if json.loads(json.dumps(plain, allow_nan=False)) != plain:
             raise CheckpointError("the content would come back as another: keys of JSON objects are strings")
     with refusal("the weights cannot be stored"):
-        storable = _storable(tensors)
+        # The digest is of these bytes: what the disk makes of them is not blessed by it.
+        raw = safetensors.torch.save(_storable(tensors))
+        safetensors.torch.load(raw)  # safetensors writes dtypes and names that it does not read
+    weights = encode(StoredWeights(len(raw), _digest(raw)))
+    document = {"format": kind.name, "version": kind.version, **plain, "weights": weights}
+    text = json.dumps(document | {"checksum": checksum(document)}, indent=1, allow_nan=False)
 
     def write(new: Path) -> None:
-        with refusal("the weights cannot be stored"):
-            safetensors.torch.save_file(storable, new / kind.weights)
-            sync_to_disk(new / kind.weights)
-            raw = (new / kind.weights).read_bytes()
-            # safetensors writes dtypes and names that it does not read.
-            safetensors.torch.load(raw)
-        weights = encode(StoredWeights(len(raw), _digest(raw)))
-        document = {"format": kind.name, "version": kind.version, **plain, "weights": weights}
-        text = json.dumps(document | {"checksum": _checksum(document)}, indent=1, allow_nan=False)
+        (new / kind.weights).write_bytes(raw)
+        sync_to_disk(new / kind.weights)
         (new / kind.document).write_text(text + "\n", encoding="utf-8")
         sync_to_disk(new / kind.document)
 
@@ -109,7 +107,7 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _checksum(content: Mapping[str, Json]) -> str:
+def checksum(content: Mapping[str, Json]) -> str:
     """Over the content in a form that does not depend on its layout."""
     return _digest(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
@@ -119,6 +117,7 @@ def _checksum(content: Mapping[str, Json]) -> str:
 
 def read_stored(folder: Path, kind: StoredFormat) -> tuple[dict[str, Json], dict[str, Tensor]]:
     """The content and the tensors as they were written, or CheckpointError. Nothing in the folder is executed."""
+    folder = present_folder(folder)
     document = _read_document(folder, kind)
     with refusal(str(folder / kind.document)):
         record: StoredWeights = decode(StoredWeights, document["weights"], "weights")
@@ -153,7 +152,7 @@ def _read_document(folder: Path, kind: StoredFormat) -> dict[str, Json]:
     if missing := sorted(OWN_KEYS - set(given)):
         raise CheckpointError(f"{path} has keys {sorted(given)}; it lacks {missing}")
     with refusal(str(path)):
-        found = _checksum({key: value for key, value in given.items() if key != "checksum"})
+        found = checksum({key: value for key, value in given.items() if key != "checksum"})
     if given["checksum"] != found:
         raise CheckpointError(f"{path} was changed: it states checksum {given['checksum']!r}, its content has {found}")
     return given

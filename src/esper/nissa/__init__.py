@@ -1,5 +1,40 @@
-"""Writing it down: the event log of a run."""
+"""Writing it down: the event log of a run, and whoever watches beside it."""
 
-from esper.nissa.log import JsonLines, read_lines
+from esper.nissa.catalogue import METRICS, Metric, find_metric
+from esper.nissa.events import (
+    AlarmRaised,
+    EpisodeEnded,
+    Event,
+    Panicked,
+    RoundMeasured,
+    RunBegun,
+    RunEnded,
+    RunResumed,
+    StageChanged,
+    as_line,
+)
+from esper.nissa.hub import Hub, Sink
+from esper.nissa.log import JsonLines, end_of_lines, read_lines
+from esper.nissa.watch import Watch
 
-__all__ = ["JsonLines", "read_lines"]
+__all__ = [
+    "METRICS",
+    "AlarmRaised",
+    "EpisodeEnded",
+    "Event",
+    "Hub",
+    "JsonLines",
+    "Metric",
+    "Panicked",
+    "RoundMeasured",
+    "RunBegun",
+    "RunEnded",
+    "RunResumed",
+    "Sink",
+    "StageChanged",
+    "Watch",
+    "as_line",
+    "end_of_lines",
+    "find_metric",
+    "read_lines",
+]

@@ -3,12 +3,14 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from esper.leyline import BadValueError
+from esper.leyline.files import storing, sync_to_disk, take_alone
 
 Json = Any  # what will become JSON, or was
 
@@ -19,9 +21,18 @@ class JsonLines:
     def __init__(self, path: Path, offset: int | None = None) -> None:
         """Open for appending. With `offset`, what lies behind it is moved aside first (`<name>.tail-<offset>`)."""
         self.path = path
-        if offset is not None:
-            _truncate(path, offset)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        with storing(path):
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+            try:
+                if not take_alone(self._file):
+                    raise BadValueError(f"{path} is being written by another process: one at a time, end that first")
+                if offset is not None:
+                    _truncate(path, offset)
+                    self._file.seek(0, os.SEEK_END)
+                sync_to_disk(path.parent)
+            except BaseException:
+                self._file.close()
+                raise
 
     def write(self, **fields: Json) -> None:
         """Append one object."""
@@ -29,18 +40,23 @@ class JsonLines:
             line = json.dumps(fields, allow_nan=False, separators=(",", ":"))
         except ValueError as error:
             raise BadValueError(f"{self.path.name}: {fields} is no JSON: {error}") from error
-        self._file.write(line + "\n")
+        with storing(self.path):
+            self._file.write(line + "\n")
 
     def flush(self) -> int:
         """Hand everything to the disk; returns the size of the file, from where a resumed run goes on."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.tell()
+        with storing(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return self._file.tell()
 
     def close(self) -> None:
-        """Flush and close."""
-        self.flush()
-        self._file.close()
+        """Flush and close. What the disk does not take is a StorageError, and closed it is all the same."""
+        try:
+            self.flush()
+        finally:
+            with suppress(OSError):  # it was told above
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -60,10 +76,16 @@ def _truncate(path: Path, offset: int) -> None:
         return
     with path.open("r+b") as file:
         file.seek(offset)
-        with _tail(path, offset).open("xb") as kept:
-            kept.write(file.read())
-            kept.flush()
-            os.fsync(kept.fileno())
+        tail = _tail(path, offset)
+        try:
+            with tail.open("xb") as kept:
+                kept.write(file.read())
+                kept.flush()
+                os.fsync(kept.fileno())
+        except OSError:
+            tail.unlink(missing_ok=True)
+            raise
+        sync_to_disk(path.parent)
         file.truncate(offset)
         os.fsync(file.fileno())
 
@@ -72,6 +94,11 @@ def _tail(path: Path, offset: int) -> Path:
     """A name that is not taken: a run may be killed twice in the same round."""
     names = (f"{path.name}.tail-{offset}{f'.{n}' if n else ''}" for n in count())
     return next(found for name in names if not (found := path.with_name(name)).exists())
+
+
+def end_of_lines(path: Path) -> int:
+    """Where the last whole line of a file ends: a line that was torn by a kill must not be written on. Small files."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Json]]:

@@ -61,6 +61,8 @@ def test_every_family_is_there() -> None:
         {"patience": 2.5},
         {"prune_cap": float("inf")},
         {"germinate_cost": True},
+        {"commit_price": -1.0},
+        {"price_after": 1.5},
     ],
     ids=str,
 )
@@ -70,3 +72,11 @@ def test_bad_settings(setting: dict[str, float]) -> None:
         RewardConfig(**setting)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(BadValueError, match="ratio"):
         DetectorLimits(ratio=-1.0)
+
+
+def test_commits_are_free_until_their_price_begins() -> None:
+    """From the given share of the run on; nothing else changes."""
+    config = RewardConfig(commit_price=1.5, price_after=0.4, rho=3.0)
+    assert config.at(0.39) == RewardConfig(commit_price=0.0, price_after=0.4, rho=3.0)
+    assert config.at(0.4) is config
+    assert config.at(1.0) is config

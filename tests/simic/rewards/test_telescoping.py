@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from simic.rewards.trajectories import ADVANCE, GERMINATE, Move, pay, play, random_script, stack, steady
+from simic.rewards.trajectories import ADVANCE, FOSSILIZE, GERMINATE, Move, pay, play, random_script, stack, steady
 from torch import Tensor
 
 from esper.leyline import SeedStage
@@ -86,6 +86,21 @@ def test_paired_rewards_sum_to_the_objective(shaping: float) -> None:
     total = torch.stack([r.total for r in pay(RewardConfig(shaping=shaping), steps)]).sum(0)
     assert (total - objectives(steps)).abs().max() < 1e-9
     assert (objectives(steps).abs() > 1).any()  # there was something to sum to
+
+
+def test_a_price_is_paid_once_per_commit() -> None:
+    """An episode then sums to the objective − price · commits; a commit that a panic undid costs nothing."""
+    episodes = [play(random_script(random.Random(seed), crashes=0.0), STEPS) for seed in range(100, 100 + ENVS)]
+    steps = [stack(step) for step in zip(*episodes, strict=True)]
+    commits = torch.stack([inputs.op == FOSSILIZE for inputs in steps]).sum(0)
+    assert len(commits.unique()) > 2
+    total = torch.stack([r.total for r in pay(RewardConfig(commit_price=1.5), steps)]).sum(0)
+    assert (total - (objectives(steps) - 1.5 * commits)).abs().max() < 1e-9
+    step, env = torch.stack([inputs.op == FOSSILIZE for inputs in steps]).nonzero()[0].tolist()
+    undone = steps[step].panic.clone()
+    undone[env] = True
+    paid = pay(RewardConfig(commit_price=1.5), [*steps[:step], steps[step]._replace(panic=undone)])
+    assert float(paid[-1].breakdown.parts["price"][env]) == 0.0
 
 
 def test_a_host_that_waits_earns_nothing() -> None:

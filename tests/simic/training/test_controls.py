@@ -12,7 +12,8 @@ from esper.kasmina import CNNHost, GPTHost, GrowingOptimizer, Host
 from esper.leyline import BadValueError, SeedStage, head_preset
 from esper.simic.training import controls
 from esper.simic.training.controls import install, retrain, static_hosts, train_static
-from esper.simic.training.evaluation import Fossil, Result, UnseenHosts
+from esper.simic.training.evaluation import UnseenHosts
+from esper.simic.training.results import Fossil, Result
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria.engine import HostTrainer, make_optimizer
 
@@ -24,7 +25,8 @@ def varied() -> Task:
 
 def grown(unseen: UnseenHosts, fossils: list[list[Fossil]]) -> Result:
     """A policy that ended with these, beside controls as they are."""
-    fleet = unseen.fleet
+    runner, _ = unseen.open()
+    fleet = runner.fleet
     offers = {
         (slot.slot_id, offer.name): offer.parameters
         for slot in unseen.task.slot_config.slots
@@ -32,7 +34,7 @@ def grown(unseen: UnseenHosts, fossils: list[list[Fossil]]) -> Result:
     }
     added = [sum(offers[fossil.slot_id, fossil.blueprint] for fossil in found) for found in fossils]
     n = len(fossils)
-    fleet.reset(unseen.runner.groups.spread(unseen.seeds))
+    fleet.reset(runner.groups.spread(unseen.seeds))
     for _ in range(unseen.task.steps):
         fleet.train_step()
         fleet.tick()

@@ -16,11 +16,12 @@ from esper.leyline import BadValueError, EsperError, UnknownNameError
 from esper.simic.training import jobs
 from esper.simic.training.comparison import Comparisons, run_comparison, run_comparisons
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.evaluation import Fossil, Result, host_seeds
+from esper.simic.training.evaluation import host_seeds
 from esper.simic.training.finals import sign_final
-from esper.simic.training.jobs import EvaluationConfig, Job, job_runner
+from esper.simic.training.jobs import Contender, EvaluationConfig, collect, job_runner, make_jobs
 from esper.simic.training.kinds import by_kind, right_slot
 from esper.simic.training.oracle import OracleHost
+from esper.simic.training.results import Fossil, Result
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policies import Plan
 from esper.tolaria import TaskRegistry, get_task
@@ -284,13 +285,48 @@ def test_the_count_of_signatures_is_told(tmp_path: Path) -> None:
 def test_a_job_travels(runs: str) -> None:
     """To another process and back: plain values, and the same result there as here."""
     config = EvaluationConfig(NAME, 2, 7)
-    sent = [Job(config, "a"), Job(config, "random-commit")]
-    with job_runner(1, lambda amount, words="": None) as run:
-        here = run(sent)
-    there = [pickle.loads(pickle.dumps(jobs.run_in_worker(pickle.loads(pickle.dumps(job))))) for job in sent]
-    assert there == here
+    contenders = [Contender(config, "a"), Contender(config, "random-commit")]
+    with job_runner(1) as run:
+        here = run(contenders)
+    sent = [pickle.loads(pickle.dumps(job)) for job in make_jobs(contenders)]
+    there = [pickle.loads(pickle.dumps(jobs.run_in_worker(job))) for job in sent]
+    assert collect(contenders, there) == here
+    (job,) = make_jobs([Contender(config, "nonsense")])
     with pytest.raises(BadValueError, match="nonsense: unknown policy"):
-        jobs.run_in_worker(Job(config, "nonsense"))
+        jobs.run_in_worker(job)
+
+
+def test_policies_side_by_side_find_what_each_finds_alone(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, cost and fossils included: what a policy sees, remembers and draws is its own envs' alone."""
+    config = EvaluationConfig(NAME, 5, 7)
+    contenders = [Contender(config, spec) for spec in ("random-commit", "a", "heuristic", "b")]
+    contenders.append(Contender(config, "a", greedy=True))
+    with job_runner(1) as run:
+        together = run(contenders)
+        alone = [run([one])[0] for one in contenders]
+        monkeypatch.setattr(jobs, "MOST_POLICIES", 2)
+        monkeypatch.setattr(jobs, "AT_ONCE", 6)
+        in_parts = run(contenders)
+    assert together == alone == in_parts
+    assert len({tuple(result.cost) for result in alone}) > 3, "they do different things"
+
+
+def test_jobs_cover_every_contender_on_every_host_once() -> None:
+    """Policies share jobs, fifteen at most, so that a fleet holds several hosts; the oracle has few hosts per job."""
+    configs = [EvaluationConfig(name, 40, 7) for name in (NAME, VARIED)]
+    base = Result([0.0], [0.0], [0.0], [0], [[]])
+    contenders = [Contender(config, f"r{number}") for config in configs for number in range(17)]
+    contenders += [Contender(configs[0], "oracle"), Contender(configs[1], "static:r0", base=base)]
+    made = make_jobs(contenders)
+    covered = [(place, host) for job in made for place in job.places for host in job.hosts]
+    assert sorted(covered) == [(place, host) for place in range(len(contenders)) for host in range(40)]
+    for job in made:
+        assert job.contenders == tuple(contenders[place] for place in job.places)
+        assert len({one.config for one in job.contenders}) == 1
+        assert len(job.hosts) * (len(job.places) + 1) <= 64 or len(job.places) == 1
+        assert all(one.acts for one in job.contenders) or len(job.contenders) == 1
+    assert {len(job.places) for job in made} == {9, 8, 1}
+    assert [len(job.hosts) for job in made if job.contenders[0].spec == "oracle"] == [14, 14, 12]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from esper.simic.training.groups import Groups
 from esper.simic.training.learned import LearnedPolicy
 from esper.simic.training.seeds import PURPOSES, host_seed, purpose_of
 from esper.simic.training.trainer import Trainer
+from esper.tamiyo import NetworkConfig
 from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, WaitPolicy
 from esper.tolaria import HostFleet, get_task
 
@@ -193,6 +194,22 @@ def test_rewards_add_up_to_the_objective() -> None:
     assert record.panics == 0
     torch.testing.assert_close(record.rewards.sum(0), record.objective.float(), rtol=1e-4, atol=1e-3)
     assert float(record.rewards.abs().sum()) > 0
+
+
+def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
+    """Of two rounds the second pays for its commits, and no evaluation does. A policy that likes to act, so that there
+    are some."""
+    tiny_task()
+    reward = RewardConfig(commit_price=2.0, price_after=0.5)
+    eager = replace(growth_ppo(), network=NetworkConfig(first_bias=(-1.0, 1.0, 0.0, -2.0, 3.0, 2.0)))
+    trainer = Trainer(TrainConfig(task=NAME, rounds=2, hosts=16, ppo=eager, reward=reward), tmp_path / "run")
+    with trainer.folder:
+        for paid in (0.0, 2.0):
+            (record,) = trainer.run_round()
+            commits = (record.actions[..., 0] == int(LifecycleOp.FOSSILIZE)).sum(0)
+            assert bool(commits.any())
+            assert torch.equal(record.parts["price"].sum(0), -paid * commits)
+            assert torch.allclose(record.rewards.sum(0), (record.objective - paid * commits).float(), atol=1e-3)
 
 
 def test_gamma_is_one_number() -> None:

@@ -9,6 +9,7 @@ import torch
 from simic.training.tiny import tiny_task
 
 from esper.leyline import BadValueError, head_preset
+from esper.nissa import RoundMeasured, find_metric
 from esper.simic.agent import PPOAgent
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.collect import Collector, check_alike
@@ -86,6 +87,9 @@ def test_a_run_of_two_tasks(tmp_path: Path) -> None:
     parts = lines[1]["tasks"]
     assert set(parts) == {"digits_tiny", SHORT}
     assert lines[1]["objective"] == pytest.approx(sum(part["objective"] for part in parts.values()) / 2)
+    numbers = RoundMeasured(1, lines[1]).numbers()
+    assert f"tasks/{SHORT}/reward/gain" in numbers
+    assert [name for name in numbers if find_metric(name) is None] == [], "the catalogue knows them all"
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     episodes = [(event["task"], event["env"]) for event in events if event["kind"] == "episode" and event["round"] == 1]
     assert episodes == [("digits_tiny", env) for env in range(3)] + [(SHORT, env) for env in range(3, 6)]

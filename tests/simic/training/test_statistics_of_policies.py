@@ -8,7 +8,7 @@ from scipy import stats
 
 from esper.leyline import BadValueError
 from esper.leyline.student import t_quantile
-from esper.simic.training.evaluation import Result
+from esper.simic.training.results import Result
 from esper.simic.training.statistics import compare, holm
 from esper.simic.training.verdicts import compare_all
 

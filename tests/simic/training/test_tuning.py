@@ -12,9 +12,8 @@ import pytest
 from simic.training.tiny import NAME, make_runner, tiny_task
 
 from esper.cli import main
-from esper.leyline import BadValueError, UnknownNameError, derive_seed, head_preset
+from esper.leyline import BadValueError, StorageError, UnknownNameError, derive_seed, files, head_preset
 from esper.leyline.records import encode
-from esper.simic.training import tuning
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.named import make_policies
 from esper.simic.training.seeds import host_seed, purpose_of
@@ -419,8 +418,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def full(path: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(tuning, "sync_to_disk", full)
-    with pytest.raises(BadValueError, match="no space left"):
+    monkeypatch.setattr(files, "sync_to_disk", full)
+    with pytest.raises(StorageError, match="no space left"):
         write_tuned(tmp_path / "plan.json", found())
     assert not list(tmp_path.iterdir())
     with pytest.raises(BadValueError, match="there is no folder"):

@@ -1,7 +1,7 @@
 """Settings of the reward. All sums are in points (percent of accuracy) unless something else is said."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from esper.leyline import DEFAULT_GAMMA, BadValueError, EsperError, LifecycleOp, UnknownNameError
@@ -49,6 +49,11 @@ class RewardConfig:
     """Discount of the shaping; must be the trainer's."""
     rho: float = 2.0
     """Rent: points per doubling of the host."""
+    commit_price: float = 0.0
+    """Points that committing a seed costs in `paired`, beside its rent. The objective knows no such price: it breaks
+    ties, where a seed gains nothing that can be measured, in favour of leaving it."""
+    price_after: float = 0.5
+    """Share of a run in which commits are free: who does not know yet what helps would learn to commit nothing."""
     shaping: float = 1.0
     """Weight of potential shaping: 1 = full, 0 = only what the end is worth. The best policy is the same."""
     crash_margin: float = 5.0
@@ -95,6 +100,8 @@ class RewardConfig:
         if self.family not in get_args(Family):
             raise UnknownNameError("reward family", self.family, get_args(Family))
         require_share("gamma", self.gamma)
+        if not 0 <= self.price_after <= 1:
+            raise BadValueError(f"price_after {self.price_after!r} is not in [0, 1]: it is a share of the run")
         for name in ("crash_margin", "ratio_range", "sparse_scale", "loss_points"):
             require_positive(name, getattr(self, name))
         for name in ("patience", "young_age"):
@@ -107,6 +114,10 @@ class RewardConfig:
                 f"crash_margin {self.crash_margin!r} is not above ratio_cap + shock_cap "
                 f"({self.ratio_cap + self.shock_cap!r}): a crash would save more than it costs"
             )
+
+    def at(self, progress: float) -> "RewardConfig":
+        """What is paid at a share of the run."""
+        return self if progress >= self.price_after else replace(self, commit_price=0.0)
 
     @property
     def proxy_weight(self) -> float:
@@ -135,6 +146,7 @@ OP_COSTS = {
 """The setting that holds the cost of an op."""
 
 _AMOUNTS = (
+    "commit_price",
     "rho",
     "shaping",
     "stage_weight",

@@ -2,7 +2,7 @@
 
 | family | the end is worth | Φ | paid on the way |
 |---|---|---|---|
-| paired | hardened gain − rent of the fossils | live gain − rent | |
+| paired | hardened gain − rent of the fossils | live gain − rent | commits, if they have a price |
 | shaped | the same | stages, attribution, rent | costs of `esper.simic.rewards.costs` |
 | simplified | hardened gain, no rent: says nothing about whether size pays | stages | ops |
 | sparse | hardened accuracy − rent, clamped, scaled | | |
@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from esper.leyline import LifecycleOp
 from esper.simic.rewards import costs
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.potentials import carried, credit, rent, shaping, stage_potential, unexplained
@@ -32,9 +33,10 @@ def compute_reward(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
 
 
 def paired(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
-    """The change of the objective. With γ = 1 an episode's rewards sum to the objective."""
+    """The change of the objective. With γ = 1 an episode's rewards sum to the objective, less the price of commits."""
     levels = {"gain": inputs.gain.double(), "rent": -_acting_rent(config, inputs)}
-    return _rewarded(config, inputs, levels, _objective(config, inputs))
+    commits = (inputs.op == LifecycleOp.FOSSILIZE) & ~inputs.panic
+    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -config.commit_price * commits})
 
 
 def shaped(config: RewardConfig, inputs: RewardInputs) -> Rewarded:

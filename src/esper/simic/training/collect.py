@@ -34,6 +34,8 @@ class RoundRecord(NamedTuple):
     """(steps, n, size): what was observed, not yet normalised"""
     actions: Tensor
     """(steps, n, heads)"""
+    heads: tuple[str, ...]
+    """Their names"""
     rewards: Tensor
     """(steps, n)"""
     parts: dict[str, Tensor]
@@ -189,6 +191,7 @@ class Collector:
             panics=int(sum(int(result.panics.sum()) for result in results)),
             features=features,
             actions=self.buffer.actions[own, : task.steps].transpose(0, 1).clone(),
+            heads=runner.table.names,
             rewards=self.buffer.rewards[own, : task.steps].T.clone(),
             parts={name: torch.stack([part[name] for part in parts]) for name in parts[0]},
             accuracies=torch.stack([result.accuracy for result in results]),

@@ -13,13 +13,13 @@ import numpy as np
 from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
-from esper.simic.training.evaluation import Result, host_seeds
+from esper.simic.training.evaluation import host_seeds
 from esper.simic.training.finals import sign_final
 from esper.simic.training.jobs import (
     ORACLE,
+    Contender,
     EvaluationConfig,
-    Job,
-    RunJobs,
+    Run,
     base_of,
     check_specs,
     is_learned,
@@ -27,6 +27,7 @@ from esper.simic.training.jobs import (
     members,
 )
 from esper.simic.training.kinds import KindSummary, by_kind
+from esper.simic.training.results import Result
 from esper.simic.training.runs import git_hash
 from esper.simic.training.verdicts import MARGIN, Compared, Rows, compare_all, compare_rows
 from esper.tolaria import get_task
@@ -180,19 +181,22 @@ def run_comparisons(
     warnings = _sign(tasks, specs, config) if config.final else []
     plain = [spec for spec in specs if base_of(spec) == spec]
     grown = {
-        Key(each.task, spec, likeliest): [Job(each, member, greedy=likeliest) for member in members(spec)]
+        Key(each.task, spec, likeliest): [Contender(each, member, greedy=likeliest) for member in members(spec)]
         for each in configs
         for spec in plain
         for likeliest in ((False, True) if greedy and is_learned(spec) else (False,))
     }
     controls = [(each, spec) for each in configs for spec in specs if spec not in plain]
     total = sum(map(len, grown.values())) + sum(len(grown[Key(each.task, base_of(spec))]) for each, spec in controls)
+    total *= config.hosts
     with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers, advance) as run:
         found = _run_all(run, grown)
         found |= _run_all(
             run,
             {
-                Key(each.task, spec): [Job(each, spec, base=result) for result in found[Key(each.task, base_of(spec))]]
+                Key(each.task, spec): [
+                    Contender(each, spec, base=result) for result in found[Key(each.task, base_of(spec))]
+                ]
                 for each, spec in controls
             },
         )
@@ -209,9 +213,9 @@ class Key(NamedTuple):
     greedy: bool = False
 
 
-def _run_all(run: RunJobs, jobs: dict[Key, list[Job]]) -> dict[Key, list[Result]]:
-    results = iter(run([job for group in jobs.values() for job in group]))
-    return {key: [next(results) for _ in group] for key, group in jobs.items()}
+def _run_all(run: Run, contenders: dict[Key, list[Contender]]) -> dict[Key, list[Result]]:
+    results = iter(run([one for group in contenders.values() for one in group]))
+    return {key: [next(results) for _ in group] for key, group in contenders.items()}
 
 
 def _on_one_task(

@@ -20,20 +20,22 @@ from torch import Tensor
 from esper.kasmina import AlphaController, CNNHost, GPTHost, Host, SeedState
 from esper.leyline import BadValueError, SeedStage
 from esper.simic.training.costs import PASSES, CostMeter, Structure
-from esper.simic.training.evaluation import Fossil, Result, Trajectory, UnseenHosts
+from esper.simic.training.evaluation import AT_ONCE, Trajectory, UnseenHosts
 from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.observe import accuracy_of
+from esper.simic.training.results import Fossil, Result
 from esper.tolaria import HostFleet, Task
 
 
 def retrain(unseen: UnseenHosts, base: Result) -> Result:
     """The hosts that a policy ended with, every fossil in place from the first minibatch."""
-    fleet, parts = unseen.fleet, []
-    for numbers in unseen.batches(fleet.n):
+    runner, meter = unseen.open()
+    fleet, parts = runner.fleet, []
+    for numbers in unseen.parts(fleet.n):
         fleet.reset([unseen.seeds[number] for number in numbers])
         for env, number in enumerate(numbers):
             install(fleet, env, base.fossils[number])
-        accuracy, work = _train_through(fleet, unseen.meter, final=unseen.final)
+        accuracy, work = _train_through(fleet, meter, final=unseen.final)
         parts.append(
             Trajectory(
                 accuracy,
@@ -68,10 +70,10 @@ def train_static(unseen: UnseenHosts, base: Result) -> Result:
     for build in dict.fromkeys(sizes):
         task = replace(unseen.task, build_host=build)
         members = [number for number, size in enumerate(sizes) if size is build]
-        for begin in range(0, len(members), unseen.fleet.n):
-            numbers = members[begin : begin + unseen.fleet.n]
+        for begin in range(0, len(members), AT_ONCE):
+            numbers = members[begin : begin + AT_ONCE]
             seeds = [unseen.seeds[number] for number in numbers]
-            fleet = growth_fleet(task, len(numbers), unseen.fleet.device, seeds, batches=unseen.fleet.batches)
+            fleet = growth_fleet(task, len(numbers), unseen.device, seeds, batches=unseen.data)
             meter = CostMeter(fleet, final=unseen.final, plain=unseen.task)
             accuracy[numbers], cost = _train_through(fleet, meter, final=unseen.final)
             added[numbers] = float(task.host_parameters - unseen.task.host_parameters)

@@ -1,86 +1,37 @@
-"""Policies on hosts that none of them has seen: the same hosts for each."""
+"""Policies on hosts that none of them has seen: the same hosts for each, side by side, beside one control."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from esper.leyline import HeadPreset, SeedStage
-from esper.leyline.progress import Advance
+from esper.kasmina.slot import Isolation
+from esper.leyline import BadValueError, HeadPreset, SeedStage
 from esper.simic.training.collect import action_draws
 from esper.simic.training.costs import CostMeter, Structure
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.fleets import growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.learned import LearnedPolicy
+from esper.simic.training.results import OTHER_RHOS, RHO, Fossil, Result
 from esper.simic.training.seeds import Purpose, host_seed
-from esper.tamiyo.policy import Policy
+from esper.tamiyo import ActionTable
+from esper.tamiyo.policy import Policy, PolicyMemory, View
 from esper.tolaria import HostFleet, Task
 
-AT_ONCE = 32
-"""Hosts per fleet, beside their controls."""
-RHO = 2.0
-"""Rent in points per doubling of the host."""
-OTHER_RHOS = (1.0, 4.0)
-"""At which objectives are scored once more: does a ranking hang on the price?"""
+AT_ONCE = 64
+"""Hosts per fleet, controls included."""
+MOST_POLICIES = 15
+"""Side by side: a fleet still carries four hosts."""
 
-
-class Fossil(NamedTuple):
-    """A seed that was committed."""
-
-    slot_id: str
-    blueprint: str
-    style: str = "add"
-    alpha: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """`slot/blueprint`."""
-        return f"{self.slot_id}/{self.blueprint}"
-
-    @classmethod
-    def named(cls, name: str) -> "Fossil":
-        """The fossil of a name, blended in by addition in full."""
-        slot_id, blueprint = name.split("/")
-        return cls(slot_id, blueprint)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One policy on all hosts, lists over hosts."""
-
-    objective: list[float]
-    accuracy: list[float]
-    """Of the hardened hosts, percent"""
-    control_accuracy: list[float]
-    added_params: list[int]
-    fossils: list[list[Fossil]]
-    work: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of pass, in units of the plain host's own training"""
-    objective_at: dict[str, list[float]] = field(default_factory=dict)
-    """Scored with another ρ, by its value"""
-
-    @property
-    def commits(self) -> list[list[str]]:
-        """`slot/blueprint` of every fossil."""
-        return [[fossil.name for fossil in found] for found in self.fossils]
-
-    @property
-    def gain(self) -> list[float]:
-        """Points over the control."""
-        return [mine - other for mine, other in zip(self.accuracy, self.control_accuracy, strict=True)]
-
-    @property
-    def cost(self) -> list[float]:
-        """Work of the whole episode; empty where it was not counted."""
-        return [sum(parts) for parts in zip(*self.work.values(), strict=True)]
+Tree = TypeVar("Tree")
 
 
 class Trajectory(NamedTuple):
-    """One batch of hosts."""
+    """Some envs; lists and tensors over them."""
 
     accuracy: Tensor
     control: Tensor
@@ -88,9 +39,66 @@ class Trajectory(NamedTuple):
     fossils: list[list[Fossil]]
     work: dict[str, list[float]]
 
+    def every(self, width: int, place: int) -> "Trajectory":
+        """Of every `width` envs the one at this place."""
+        rows = slice(place, None, width)
+        work = {name: values[rows] for name, values in self.work.items()}
+        return Trajectory(self.accuracy[rows], self.control[rows], self.added[rows], self.fossils[rows], work)
+
+
+class SideBySide:
+    """Several policies in one fleet: of the envs of each group, every policy has one."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policies = tuple(policies)
+        if any(policy.table != self.table for policy in policies):
+            raise BadValueError("policies side by side need the same heads")
+
+    @property
+    def table(self) -> ActionTable:
+        """The heads of their actions."""
+        return self.policies[0].table
+
+    def initial_memory(self, seeds: list[int]) -> list[PolicyMemory]:
+        """Each policy's own."""
+        width = len(self.policies)
+        return [policy.initial_memory(seeds[place::width]) for place, policy in enumerate(self.policies)]
+
+    def act(self, view: View, memory: list[PolicyMemory], uniform: Tensor) -> tuple[Tensor, list[PolicyMemory]]:
+        """Actions (n, heads): each policy is shown its own envs and no others."""
+        actions, memories = torch.zeros_like(uniform, dtype=torch.long), []
+        for place, policy in enumerate(self.policies):
+            rows = self._rows(place)
+            actions[rows], carried = policy.act(_rows_of(view, rows), memory[place], uniform[rows])
+            memories.append(carried)
+        return actions, memories
+
+    def forget(self, memory: list[PolicyMemory], who: Tensor) -> list[PolicyMemory]:
+        """Empty the memories of the envs (n,) bool that begin a new segment."""
+        return [
+            policy.forget(carried, who[self._rows(place)]) if isinstance(policy, LearnedPolicy) else carried
+            for place, (policy, carried) in enumerate(zip(self.policies, memory, strict=True))
+        ]
+
+    def _rows(self, place: int) -> slice:
+        return slice(place, None, len(self.policies))
+
+
+def _rows_of(tree: Tree, rows: slice) -> Tree:
+    """The same tuples and mappings, with these rows of every tensor."""
+    found: Any = tree  # one level at a time
+    if isinstance(tree, Tensor):
+        found = tree[rows]
+    elif isinstance(tree, tuple):
+        found = type(tree)(*(_rows_of(part, rows) for part in tree))
+    elif isinstance(tree, Mapping):
+        found = {name: _rows_of(part, rows) for name, part in tree.items()}
+    same: Tree = found
+    return same
+
 
 class UnseenHosts:
-    """The hosts of an evaluation, and a fleet that carries them batch by batch, each beside its control."""
+    """The hosts of an evaluation, and a fleet that carries some at a time, each beside its control."""
 
     def __init__(
         self,
@@ -101,38 +109,67 @@ class UnseenHosts:
         *,
         final: bool = False,
         rho: float = RHO,
-        sensing: bool = True,
-        fleet: HostFleet | None = None,
+        isolation: Isolation = "shadow",
         device: str = "cpu",
         data_dir: Path | None = None,
     ) -> None:
         """`final` takes hosts of the final range and scores them on test images."""
-        self.task, self.hosts, self.rng_seed, self.final, self.rho = task, hosts, rng_seed, final, rho
+        self.task, self.rng_seed, self.preset, self.final, self.rho = task, rng_seed, preset, final, rho
+        self.isolation: Isolation = isolation
+        self.device = device
         self.purpose: Purpose = "final" if final else "evaluation"
+        self.numbers, self._most = range(hosts), hosts
         self.seeds = host_seeds(hosts, rng_seed, final=final)
-        groups = Groups(min(hosts, AT_ONCE), 1)
-        self.fleet = fleet if fleet is not None else growth_fleet(task, groups.hosts, device, data_dir=data_dir)
-        self.runner = EpisodeRunner(self.fleet, groups, preset, sensing=sensing)
-        self.runner.final = final
-        self.meter = CostMeter(self.fleet, final=final)
+        self.data = task.load_batches(data_dir, device)
+        self._runners: dict[Groups, tuple[EpisodeRunner, CostMeter]] = {}
 
-    def batches(self, size: int) -> list[list[int]]:
-        """Numbers of the hosts that are run together; the last batch is filled up with the last host."""
+    @property
+    def hosts(self) -> int:
+        """How many."""
+        return len(self.numbers)
+
+    def part(self, hosts: range) -> "UnseenHosts":
+        """Some of them, with the same fleets."""
+        some = copy(self)
+        some.numbers, some.seeds = self.numbers[hosts.start : hosts.stop], self.seeds[hosts.start : hosts.stop]
+        return some
+
+    def at_once(self, policies: int) -> int:
+        """How many hosts a fleet carries for so many policies."""
+        return max(1, min(self._most, AT_ONCE // (policies + 1)))
+
+    def open(self, policies: int = 1) -> tuple[EpisodeRunner, CostMeter]:
+        """A fleet of as many hosts as it carries; the last one is kept, for fleets cost memory and CUDA graphs."""
+        groups = Groups(self.at_once(policies), policies)
+        if groups not in self._runners:
+            self._runners.clear()
+            fleet = growth_fleet(self.task, groups.hosts, self.device, batches=self.data, isolation=self.isolation)
+            runner = EpisodeRunner(fleet, groups, self.preset)
+            runner.final = self.final
+            self._runners[groups] = runner, CostMeter(fleet, final=self.final)
+        return self._runners[groups]
+
+    def parts(self, size: int) -> list[list[int]]:
+        """Places of the hosts that are run together; the last part is filled up with the last host."""
         starts = range(0, self.hosts, size)
-        return [[min(number, self.hosts - 1) for number in range(start, start + size)] for start in starts]
+        return [[min(place, self.hosts - 1) for place in range(start, start + size)] for start in starts]
 
-    def grow(self, policy: Policy, advance: Advance | None = None, words: str = "") -> Result:
-        """Let a policy grow all hosts. What it draws depends on the host alone."""
-        runner, steps = self.runner, self.task.steps
-        parts = []
-        for numbers in self.batches(runner.groups.count):
-            heads = len(runner.table)
-            draws = [action_draws(self.rng_seed, number, 1, steps, heads, self.purpose) for number in numbers]
-            seeds = [self.seeds[number] for number in numbers]
-            parts.append(run_policy(runner, policy, seeds, torch.cat(draws, 1), self.meter))
-            if advance is not None:
-                advance(1, words)
-        return self.result(parts)
+    def draws(self, places: Sequence[int], heads: int) -> Tensor:
+        """(steps, hosts, heads): all the chance that a policy has; it depends on the host alone."""
+        numbers = [self.numbers[place] for place in places]
+        streams = [action_draws(self.rng_seed, n, 1, self.task.steps, heads, self.purpose) for n in numbers]
+        return torch.cat(streams, 1)
+
+    def grow(self, policies: Sequence[Policy]) -> list[Result]:
+        """Let each of these policies grow all hosts; the same results as one by one."""
+        runner, meter = self.open(len(policies))
+        parts: list[list[Trajectory]] = [[] for _ in policies]
+        for places in self.parts(runner.groups.count):
+            draws = self.draws(places, len(runner.table)).repeat_interleave(len(policies), 1)
+            together = run_policy(runner, SideBySide(policies), [self.seeds[place] for place in places], draws, meter)
+            for place, trajectories in enumerate(parts):
+                trajectories.append(together.every(len(policies), place))
+        return [self.result(trajectories) for trajectories in parts]
 
     def result(self, parts: Sequence[Trajectory]) -> Result:
         """All batches as one; what only filled the last one up is left out."""
@@ -157,39 +194,21 @@ def host_seeds(hosts: int, rng_seed: int, *, final: bool = False) -> list[int]:
     return [host_seed("final" if final else "evaluation", rng_seed, number) for number in range(hosts)]
 
 
-def evaluate(
-    task: Task,
-    policies: dict[str, Policy],
-    hosts: int,
-    rng_seed: int,
-    preset: HeadPreset,
-    *,
-    final: bool = False,
-    rho: float = RHO,
-    sensing: bool = True,
-    fleet: HostFleet | None = None,
-    advance: Advance | None = None,
-) -> dict[str, Result]:
-    """Let each policy grow the same hosts, one policy after the other."""
-    unseen = UnseenHosts(task, hosts, rng_seed, preset, final=final, rho=rho, sensing=sensing, fleet=fleet)
-    return {name: unseen.grow(policy, advance, name) for name, policy in policies.items()}
-
-
 def run_policy(
     runner: EpisodeRunner, policy: Policy, seeds: list[int], draws: Tensor, meter: CostMeter | None = None
 ) -> Trajectory:
-    """One episode of these hosts under a policy."""
+    """One episode of these hosts, one per group, under a policy; `draws` (steps, grown envs, heads)."""
     meter = meter if meter is not None else CostMeter(runner.fleet, final=runner.final)
     runner.begin(seeds)
     _count_begin(runner, meter)
-    memory = policy.initial_memory(seeds)
+    memory = policy.initial_memory([seed for seed in seeds for _ in range(runner.groups.members)])
     result = None
     for step in range(runner.fleet.task.steps):
         actions, memory = policy.act(runner.view(), memory, draws[step].to(runner.fleet.device))
         result = runner.step(actions)
         # As it was trained and measured; of a host that panicked, as it was put back.
         _count_step(runner, meter, Structure.of(result.slots.stage, result.slots.blueprint))
-        if isinstance(policy, LearnedPolicy):
+        if isinstance(policy, LearnedPolicy | SideBySide):
             memory = policy.forget(memory, result.panics)
     assert result is not None
     assert result.hardened_accuracy is not None

@@ -1,12 +1,13 @@
-"""The work of an evaluation in pieces that are independent: one policy of one training seed on all hosts."""
+"""The work of an evaluation in pieces that are independent: some hosts, and the policies that grow them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,20 +16,20 @@ from esper.leyline import BadValueError, EsperError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
 from esper.simic.training.controls import retrain, train_static
-from esper.simic.training.evaluation import AT_ONCE, Fossil, Result, Trajectory, UnseenHosts
-from esper.simic.training.fleets import growth_fleet
-from esper.simic.training.groups import Groups
+from esper.simic.training.evaluation import AT_ONCE, MOST_POLICIES, Trajectory, UnseenHosts
 from esper.simic.training.learned import LearnedPolicy
 from esper.simic.training.named import RULES, make_policies
 from esper.simic.training.oracle import run_oracle
+from esper.simic.training.results import Fossil, Result
+from esper.simic.training.tuning_trials import divide
 from esper.tamiyo import Policy, growth_table
 from esper.tolaria import Task, get_task
 
 ORACLE = "oracle"
+ORACLE_HOSTS = 16
+"""Hosts per job of the oracle, which lives an episode per plan on each of them."""
 CONTROLS: dict[str, Callable[[UnseenHosts, Result], Result]] = {"retrained": retrain, "static": train_static}
 """Policies that follow from another's results: `retrained:POLICY`, `static:POLICY`."""
-
-RunJobs = Callable[[Sequence["Job"]], list[Result]]
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,22 @@ class EvaluationConfig:
         get_task(self.task)
 
     def open(self) -> UnseenHosts:
-        """The hosts, with a fleet for them."""
-        task, n = get_task(self.task), Groups(min(self.hosts, AT_ONCE), 1).hosts
-        fleet = growth_fleet(task, n, self.device, data_dir=self.data_dir, isolation=self.isolation)
-        return UnseenHosts(task, self.hosts, self.seed, head_preset(self.preset), final=self.final, fleet=fleet)
+        """The hosts, with what their fleets need."""
+        return UnseenHosts(
+            get_task(self.task),
+            self.hosts,
+            self.seed,
+            head_preset(self.preset),
+            final=self.final,
+            isolation=self.isolation,
+            device=self.device,
+            data_dir=self.data_dir,
+        )
 
 
 @dataclass(frozen=True)
-class Job:
-    """One policy on all hosts of a task. Plain values: it travels to other processes."""
+class Contender:
+    """One policy of one training seed, or a yardstick. Plain values: it travels to other processes."""
 
     config: EvaluationConfig
     spec: str
@@ -66,6 +74,41 @@ class Job:
     """The likeliest action instead of a sampled one; for learned policies"""
     base: Result | None = None
     """What `retrained:` and `static:` start from"""
+
+    @property
+    def acts(self) -> bool:
+        """Whether it is a policy, which can grow hosts beside others."""
+        return self.base is None and self.spec != ORACLE
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some contenders on some hosts of a task: policies that act side by side, or one of any other kind."""
+
+    contenders: tuple[Contender, ...]
+    hosts: range
+    places: tuple[int, ...]
+    """Of the contenders, among all that take part"""
+
+
+def make_jobs(contenders: Sequence[Contender]) -> list[Job]:
+    """The work in small pieces. Policies of one task share the controls of their hosts, fifteen at most at a time."""
+    together: dict[EvaluationConfig, list[int]] = {}
+    jobs = []
+    for place, one in enumerate(contenders):
+        if one.acts:
+            together.setdefault(one.config, []).append(place)
+        else:
+            most = ORACLE_HOSTS if one.spec == ORACLE else AT_ONCE
+            jobs += [Job((one,), hosts, (place,)) for hosts in divide(one.config.hosts, most)]
+    shared = []
+    for config, places in together.items():
+        for some in divide(len(places), MOST_POLICIES):
+            chosen = tuple(places[some.start : some.stop])
+            at_once = max(1, AT_ONCE // (len(chosen) + 1))
+            side_by_side = tuple(contenders[place] for place in chosen)
+            shared += [Job(side_by_side, hosts, chosen) for hosts in divide(config.hosts, at_once)]
+    return shared + jobs
 
 
 def base_of(spec: str) -> str:
@@ -106,17 +149,22 @@ def check_specs(specs: Sequence[str], config: EvaluationConfig) -> None:
                 policy_of(member, get_task(config.task), config.preset, config.device)
 
 
-def run_job(unseen: UnseenHosts, job: Job) -> Result:
-    """Do it."""
-    if job.base is not None:
-        return CONTROLS[job.spec.partition(":")[0]](unseen, job.base)
-    if job.spec == ORACLE:
-        return _run_oracle(unseen, job.config)
-    policy = policy_of(job.spec, unseen.task, job.config.preset, job.config.device)
-    if job.greedy:
-        assert isinstance(policy, LearnedPolicy)
-        policy = LearnedPolicy(policy.agent, greedy=True)
-    return unseen.grow(policy)
+def run_job(unseen: UnseenHosts, job: Job) -> list[Result]:
+    """Do it: a result per contender, of the job's hosts."""
+    some, (first, *_) = unseen.part(job.hosts), job.contenders
+    if first.base is not None:
+        return [CONTROLS[first.spec.partition(":")[0]](some, first.base.part(job.hosts))]
+    if first.spec == ORACLE:
+        return [_run_oracle(some, first.config)]
+    return some.grow([_policy(one) for one in job.contenders])
+
+
+def _policy(one: Contender) -> Policy:
+    policy = policy_of(one.spec, get_task(one.config.task), one.config.preset, one.config.device)
+    if not one.greedy:
+        return policy
+    assert isinstance(policy, LearnedPolicy)
+    return LearnedPolicy(policy.agent, greedy=True)
 
 
 def _run_oracle(unseen: UnseenHosts, config: EvaluationConfig) -> Result:
@@ -128,7 +176,7 @@ def _run_oracle(unseen: UnseenHosts, config: EvaluationConfig) -> Result:
         rho=unseen.rho,
         final=unseen.final,
         device=config.device,
-        batches=unseen.fleet.batches,
+        batches=unseen.data,
     )
     accuracy, control, added = (
         torch.tensor([getattr(host, name) for host in found], dtype=torch.float64)
@@ -138,38 +186,54 @@ def _run_oracle(unseen: UnseenHosts, config: EvaluationConfig) -> Result:
     return unseen.result([Trajectory(accuracy, control, added, fossils, {})])
 
 
-@contextmanager
-def job_runner(workers: int, advance: Advance) -> Iterator[RunJobs]:
-    """Runs jobs here, or in so many processes of one thread each; the results are the same, in the order of jobs.
+Run = Callable[[Sequence[Contender]], list[Result]]
 
-    Processes are spawned: they know the tasks that are registered by importing esper, or the main module.
+
+@contextmanager
+def job_runner(workers: int, advance: Advance | None = None) -> Iterator[Run]:
+    """Runs contenders here, or in so many processes of one thread each; the results are the same, in their order.
+
+    Processes are spawned: they know the tasks that are registered by importing esper, or the main module. `advance`
+    counts hosts × contenders.
     """
     require_whole("workers", workers, 1)
     if workers == 1:
         opened = lru_cache(maxsize=1)(EvaluationConfig.open)  # jobs come task by task
 
-        def run_here(jobs: Sequence[Job]) -> list[Result]:
-            found = []
-            for job in jobs:
-                found.append(run_job(opened(job.config), job))
-                advance(1, job.spec)
-            return found
+        def run_here(contenders: Sequence[Contender]) -> list[Result]:
+            return collect(contenders, (_run_job(job, opened) for job in make_jobs(contenders)), advance)
 
         yield run_here
         return
     pool = worker_pool(workers)
 
-    def run_there(jobs: Sequence[Job]) -> list[Result]:
-        futures = {pool.submit(run_in_worker, job): job for job in jobs}
-        for future in as_completed(futures):
-            future.result()  # the first failure ends all
-            advance(1, futures[future].spec)
-        return [future.result() for future in futures]
+    def run_there(contenders: Sequence[Contender]) -> list[Result]:
+        futures = [pool.submit(run_in_worker, job) for job in make_jobs(contenders)]
+        done = (future.result() for future in as_completed(futures))  # the first failure ends all
+        return collect(contenders, done, advance)
 
     try:
         yield run_there
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class Done(NamedTuple):
+    """A job and what it led to."""
+
+    job: Job
+    results: list[Result]
+
+
+def collect(contenders: Sequence[Contender], done: Iterable[Done], advance: Advance | None = None) -> list[Result]:
+    """Collect the parts of every contender's result."""
+    parts: list[dict[int, Result]] = [{} for _ in contenders]
+    for job, results in done:
+        for place, result in zip(job.places, results, strict=True):
+            parts[place][job.hosts.start] = result
+        if advance is not None:
+            advance(len(job.hosts) * len(job.places), job.contenders[-1].spec if len(job.places) == 1 else "")
+    return [Result.joined([found[start] for start in sorted(found)]) for found in parts]
 
 
 def worker_pool(workers: int) -> ProcessPoolExecutor:
@@ -181,16 +245,18 @@ def _begin_worker() -> None:
     torch.set_num_threads(1)
 
 
-@lru_cache(maxsize=1)
-def _opened(config: EvaluationConfig) -> UnseenHosts:
-    """Of a worker process: its fleet serves job after job."""
-    return config.open()
+def _run_job(job: Job, opened: Callable[[EvaluationConfig], UnseenHosts]) -> Done:
+    return Done(job, run_job(opened(job.contenders[0].config), job))
 
 
-def run_in_worker(job: Job) -> Result:
+_opened = lru_cache(maxsize=1)(EvaluationConfig.open)
+"""Of a worker process: its fleet serves job after job."""
+
+
+def run_in_worker(job: Job) -> Done:
     """Do it in a worker process."""
     try:
-        return run_job(_opened(job.config), job)
+        return _run_job(job, _opened)
     except EsperError as error:
         # Errors with arguments of their own do not survive the way back.
-        raise BadValueError(f"{job.spec}: {error}") from None
+        raise BadValueError(f"{', '.join(one.spec for one in job.contenders)}: {error}") from None

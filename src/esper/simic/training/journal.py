@@ -3,16 +3,18 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SlotConfig
 from esper.leyline.records import Json, encode
-from esper.nissa import JsonLines
+from esper.nissa import AlarmRaised, EpisodeEnded, JsonLines, Panicked, RoundMeasured, StageChanged, as_line
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, DetailReport, RoundFacts, SpanTotal, worst_health
 from esper.simic.training.collect import RoundRecord
+from esper.simic.training.decisions import decided
 
 
 def summary(records: Sequence[RoundRecord]) -> str:
@@ -28,25 +30,21 @@ def summary(records: Sequence[RoundRecord]) -> str:
 
 def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots: SlotConfig) -> None:
     """What happened to each host of a task. Envs are numbered over all tasks."""
-    first, where = record.first_env, {"round": round_index, "task": record.task}
+    first, task = record.first_env, record.task
     for step, (env, change, blueprint) in record.changes:
-        events.write(
-            kind="stage",
-            **where,
-            step=step,
-            env=first + env,
-            slot=change.slot_id,
-            blueprint=blueprint,
-            source=change.source.name,
-            target=change.target.name,
-            cause=change.cause,
+        source, target = change.source.name, change.target.name
+        moved = StageChanged(
+            round_index, task, step, first + env, change.slot_id, blueprint, source, target, change.cause
         )
+        events.write(**as_line(moved))
     for step, env, why in record.symptoms:
-        events.write(kind="panic", **where, step=step, env=first + env, symptoms=why)
+        events.write(**as_line(Panicked(round_index, task, step, first + env, why)))
+    actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
+    parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
-        events.write(
-            kind="episode",
-            **where,
+        ended = EpisodeEnded(
+            round=round_index,
+            task=task,
             env=first + env,
             objective=round(float(record.objective[env]), 4),
             gain=round(float(record.gain[env]), 4),
@@ -59,7 +57,11 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
                 for place, slot_id in enumerate(slots.slot_ids)
                 if bool(record.alphas[:, env, place].any())
             },
+            decisions=decided(actions[env], record.heads, slots),
+            rewards=encode([round(reward, 3) for reward in rewards[env]]),
+            reward_parts=encode({name: round(total[env], 4) for name, total in parts.items()}),
         )
+        events.write(**as_line(ended))
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
@@ -79,11 +81,14 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
     )
 
 
-def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> None:
+def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> list[AlarmRaised]:
     """What began to be wrong, or ended."""
+    raised = []
     for alarm in alarms:
-        content = encode(alarm)
-        events.write(kind="alarm", alarm=content.pop("kind"), **content)
+        content = asdict(alarm)
+        raised.append(AlarmRaised(alarm=content.pop("kind"), **content))
+        events.write(**as_line(raised[-1]))
+    return raised
 
 
 def write_detail(events: JsonLines, round_index: int, report: DetailReport) -> None:
@@ -104,21 +109,24 @@ def write_metrics(
     slots: SlotConfig,
     update: PPOUpdateMetrics,
     timing: dict[str, Json],
-) -> None:
-    """The line of a round: over all tasks, each task where there are several, and the update."""
+    hub: dict[str, int],
+) -> RoundMeasured:
+    """The line of a round: over all tasks, each task where there are several, the update, and what sinks lost."""
     several = {record.task: _growth([record]) for record in records} if len(records) > 1 else {}
-    metrics.write(
-        round=round_index,
+    values = {
         **_growth(records),
         **({"tasks": several} if several else {}),
-        ops=_ops(records),
-        germinated={
+        "ops": _ops(records),
+        "germinated": {
             f"{slots.slot_ids[slot]}/{slots.blueprint_names[blueprint]}": number
             for (slot, blueprint), number in _germinated(records).items()
         },
         **encode(update.flat()),  # what is not finite becomes words: an update that failed is written down too
-        timing=timing,
-    )
+        "timing": timing,
+        **({"hub": hub} if hub else {}),
+    }
+    metrics.write(round=round_index, **values)
+    return RoundMeasured(round_index, values)
 
 
 def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from esper.simic.training.evaluation import RHO, Result
+from esper.simic.training.results import RHO, Result
 from esper.tolaria import Task
 from esper.tolaria.gains import published_gains
 

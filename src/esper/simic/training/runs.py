@@ -2,37 +2,29 @@
 
 import json
 import subprocess
-import warnings
-from dataclasses import dataclass, field, fields, replace
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
-from esper.leyline import BadValueError, CheckpointError
-from esper.leyline.records import decode, encode
-from esper.nissa import JsonLines
+from esper.leyline import BadValueError, CheckpointError, StorageError
+from esper.leyline.files import is_leftover, remove_leftovers, replace_file, storing
+from esper.leyline.interrupts import interrupts_held
+from esper.leyline.machine import Machine
+from esper.leyline.records import Json, decode, encode
+from esper.leyline.series import KEEP, Series
+from esper.leyline.stored import checksum, refusal
+from esper.nissa import JsonLines, read_lines
 from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig
 
 CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What numbers may depend on beside the seed."""
-
-    torch: str
-    threads: int
-    cpu: str
-    """The instructions that kernels may use"""
-
-    @classmethod
-    def here(cls) -> "Machine":
-        """Of this process."""
-        return cls(torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
 
 
 @dataclass(frozen=True)
@@ -57,64 +49,77 @@ EXTRAS: dict[str, type] = {"progress": Progress, "watching": Watching}
 """What lies beside the agent in a run's checkpoint."""
 
 
+class Restored(NamedTuple):
+    """What a run goes on with."""
+
+    agent: PPOAgent
+    rounds: int
+    """How many it has behind it"""
+    watching: Watching
+
+
 class RunFolder:
     """One run on disk. Use it as a context manager: it closes its files."""
 
-    def __init__(self, path: Path, config: TrainConfig, offsets: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP, offsets: tuple[int, int] | None = None
+    ) -> None:
         self.path, self.config = path, config
+        self.checkpoints = checkpoints_of(path, keep_checkpoints)
         events, metrics = offsets if offsets is not None else (None, None)
-        self.events = JsonLines(path / EVENTS, events)
-        self.metrics = JsonLines(path / METRICS, metrics)
+        with ExitStack() as opened:
+            self.events = opened.enter_context(JsonLines(path / EVENTS, events))
+            self.metrics = opened.enter_context(JsonLines(path / METRICS, metrics))
+            self._opened = opened.pop_all()
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig) -> Self:
+    def create(cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP) -> Self:
         """A new run; a folder that holds one already is left alone."""
         cls.check_free(path)
-        try:
+        checkpoints_of(path, keep_checkpoints)
+        with storing(path):
             path.mkdir(parents=True, exist_ok=True)
-            content = {"config": encode(config), "git": git_hash(), "torch": torch.__version__}
-            (path / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False, default=str) + "\n")
-        except OSError as error:
-            raise BadValueError(f"{path} cannot be written: {error}") from error
-        return cls(path, config)
+        write_config(path, config, keep_checkpoints)
+        return cls(path, config, keep_checkpoints)
 
     @staticmethod
     def check_free(path: Path) -> None:
-        """Raise if there is something at this place."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
+        """Raise if there is something at this place, other than what a process left that was killed as it began."""
+        with storing(path):
+            if path.exists() and (not path.is_dir() or any(not is_leftover(found) for found in path.iterdir())):
+                raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """A run to go on with, as it was after its last complete round."""
-        config = read_config(path)
-        last = cls.last_checkpoint(path)
-        if last is None:
-            return cls(path, config, (0, 0))
-        progress = _progress(last)
-        return cls(path, config, (progress.events_offset, progress.metrics_offset))
+    def open(cls, path: Path, agent: PPOAgent) -> tuple[Self, Restored]:
+        """A run to go on with, as it was after its last complete round that is whole on disk. Before the first one it
+        begins with the given agent; later ones must be like it.
+
+        The logs are cut to where they were then, their tails kept aside. A checkpoint that is damaged is told of.
+        """
+        header = read_header(path)
+        checkpoints = checkpoints_of(path, header.keep_checkpoints)
+        with storing(path):
+            remove_leftovers(path)
+        found = checkpoints.read_newest(lambda number, place: _read_checkpoint(path, number, place, agent))
+        if found is None:
+            _check_beginning(path)
+            return cls(path, header.config, header.keep_checkpoints, (0, 0)), Restored(agent, 0, Watching())
+        restored, progress = found
+        progress.machine.warn_of_differences()
+        offsets = (progress.events_offset, progress.metrics_offset)
+        return cls(path, header.config, header.keep_checkpoints, offsets), restored
 
     @staticmethod
     def last_checkpoint(path: Path) -> Path | None:
         """The newest checkpoint of a run; None before the first round is complete."""
-        found = sorted((path / CHECKPOINTS).glob("round-*")) if (path / CHECKPOINTS).is_dir() else []
-        return found[-1] if found else None
+        return checkpoints_of(path).newest()
 
     def keep(self, agent: PPOAgent, rounds: int, watching: Watching) -> None:
-        """A checkpoint after so many rounds; the logs up to here belong to it."""
-        progress = Progress(rounds, self.events.flush(), self.metrics.flush(), Machine.here())
-        save_agent(agent, self.path / CHECKPOINTS / f"round-{rounds:05d}", {"progress": progress, "watching": watching})
-
-    def load(self, agent: PPOAgent) -> tuple[PPOAgent, int, Watching]:
-        """The agent of the last checkpoint and how many rounds it has behind it; the given one if there is none."""
-        last = self.last_checkpoint(self.path)
-        if last is None:
-            return agent, 0, Watching()
-        loaded, extras = load_agent(last, EXTRAS, device=str(agent.device))
-        if loaded.table != agent.table or loaded.layout != agent.layout:
-            raise CheckpointError(f"{last}: a policy with other heads or columns than this version of Esper builds")
-        _warn_of_differences(extras["progress"].machine)
-        return loaded, int(extras["progress"].rounds), extras["watching"]
+        """A checkpoint after so many rounds; the logs up to here belong to it. Ctrl-C waits until it is written."""
+        with interrupts_held():
+            progress = Progress(rounds, self.events.flush(), self.metrics.flush(), Machine.here())
+            save_agent(agent, self.checkpoints.place(rounds), {"progress": progress, "watching": watching})
+            self.checkpoints.prune()
 
     def __enter__(self) -> Self:
         return self
@@ -122,35 +127,104 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.events.close()
-        self.metrics.close()
+        try:
+            self._opened.close()
+        except StorageError:
+            if error is None:  # else it is the first error that tells what happened
+                raise
 
 
-def _warn_of_differences(then: Machine) -> None:
-    """Say so where a run goes on under other conditions."""
-    now = Machine.here()
-    names = [each.name for each in fields(Machine) if getattr(then, each.name) != getattr(now, each.name)]
-    if names:
-        changed = ", ".join(f"{name} {getattr(then, name)} → {getattr(now, name)}" for name in names)
-        warnings.warn(f"the run goes on, but not bit for bit: {changed}", RuntimeWarning, stacklevel=3)
+def checkpoints_of(path: Path, keep: int = KEEP) -> Series:
+    """The checkpoints of a run."""
+    return Series(path / CHECKPOINTS, "round", keep)
+
+
+def _read_checkpoint(path: Path, number: int, place: Path, like: PPOAgent) -> tuple[Restored, Progress]:
+    """What a checkpoint holds, if it is whole, of this run, and the logs go as far as it says."""
+    agent, extras = load_agent(place, EXTRAS, device=str(like.device))
+    progress: Progress = extras["progress"]
+    if agent.table != like.table or agent.layout != like.layout:
+        raise CheckpointError(f"{place}: a policy with other heads or columns than this version of Esper builds")
+    if progress.rounds != number:
+        raise CheckpointError(f"{place} holds the checkpoint of round {progress.rounds}: it was copied or renamed")
+    for name, offset in ((EVENTS, progress.events_offset), (METRICS, progress.metrics_offset)):
+        _check_log(path / name, offset, place)
+    return Restored(agent, number, extras["watching"]), progress
+
+
+def _check_log(log: Path, offset: int, place: Path) -> None:
+    """A log has the lines that were written before a checkpoint."""
+    size = log.stat().st_size if log.is_file() else 0
+    if size < offset:
+        raise CheckpointError(f"{log} has {size} bytes, {place.name} was written after {offset}: lines are lost")
+    if offset == 0:
+        return
+    with log.open("rb") as file:
+        file.seek(offset - 1)
+        if file.read(1) != b"\n":
+            raise CheckpointError(f"{log} was changed: no line ends after {offset} bytes, where {place.name} says so")
+
+
+def _check_beginning(path: Path) -> None:
+    """A run that was killed in its first round has no checkpoint, and begins again; one with more has lost them."""
+    rounds = sum(1 for _ in read_lines(path / METRICS)) if (path / METRICS).is_file() else 0
+    if rounds > 1:
+        raise CheckpointError(
+            f"{path / METRICS} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
+            "put a copy of one in its place, or begin anew in another folder"
+        )
+
+
+# -- the configuration ------------------------------------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """What `config.json` tells."""
+
+    config: TrainConfig
+    keep_checkpoints: int
+
+
+def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
+    """Write the resolved configuration of a run, whole or not at all."""
+    content = {
+        "config": encode({**asdict(config), "data_dir": None if config.data_dir is None else str(config.data_dir)}),
+        "keep_checkpoints": keep_checkpoints,
+        "git": git_hash(),
+        "torch": torch.__version__,
+    }
+    content["checksum"] = _config_checksum(content)
+    replace_file(path / CONFIG, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _config_checksum(content: Mapping[str, Json]) -> str:
+    """Over everything but where data sets lie, which may differ from machine to machine."""
+    config = {name: value for name, value in content["config"].items() if name != "data_dir"}
+    return checksum({**{name: value for name, value in content.items() if name != "checksum"}, "config": config})
 
 
 def read_config(path: Path) -> TrainConfig:
     """The resolved configuration of a run."""
+    return read_header(path).config
+
+
+def read_header(path: Path) -> Header:
+    """The configuration, proven to be what was written. Older folders state no checksum, and keep all checkpoints."""
     try:
-        content = json.loads((path / CONFIG).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise BadValueError(f"{path} is no run folder: {error}") from error
-    values = dict(content["config"])
+        content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        values = dict(content["config"])
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
+    with refusal(str(path / CONFIG)):
+        if "checksum" in content and content["checksum"] != (found := _config_checksum(content)):
+            raise CheckpointError(
+                f"{path / CONFIG} was changed: it states checksum {content['checksum']!r}, its content has {found}; "
+                "put back what was written, or begin anew in another folder"
+            )
     data_dir = values.pop("data_dir", None)
     config: TrainConfig = decode(TrainConfig, {**values, "data_dir": None}, "config")
-    return replace(config, data_dir=None if data_dir is None else Path(data_dir))
-
-
-def _progress(checkpoint: Path) -> Progress:
-    _, extras = load_agent(checkpoint, EXTRAS)
-    progress: Progress = extras["progress"]
-    return progress
+    keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")
+    return Header(replace(config, data_dir=None if data_dir is None else Path(data_dir)), keep)
 
 
 def git_hash() -> str | None:

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import torch
 
-from esper.leyline import BadValueError, EsperError, derive_seed, head_preset
+from esper.leyline import BadValueError, EsperError, StorageError, derive_seed, head_preset
+from esper.leyline.interrupts import termination_interrupts
 from esper.leyline.progress import progress_bar
+from esper.leyline.records import encode
+from esper.leyline.series import KEEP
+from esper.nissa import AlarmRaised, Watch
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, AnomalyDetector, Examination, Spans, check_trace, operator_trace
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
@@ -29,14 +33,29 @@ from esper.simic.training.journal import (
     write_metrics,
 )
 from esper.simic.training.runs import RunFolder, Watching
+from esper.simic.training.session import session
 from esper.tolaria import get_task
 
 
 class Trainer:
     """A run in its folder. `run` goes on from wherever the folder is."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, resume: bool = False, profile: Path | None = None) -> None:
-        """`profile`: a folder for a trace of every operator of one round."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        resume: bool = False,
+        keep_checkpoints: int = KEEP,
+        watch: Watch | None = None,
+        profile: Path | None = None,
+    ) -> None:
+        """A new run, or one to go on with (as it was configured: it keeps as many checkpoints as it was begun with).
+
+        `watch`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round.
+        """
+        self.watch, self.resumed = Watch() if watch is None else watch, resume
+        self.watch.check()
         torch.set_num_threads(config.threads)
         self.config = config
         if not resume:
@@ -55,16 +74,18 @@ class Trainer:
             device=config.device,
         )
         # Last, so that a run that cannot start leaves nothing behind.
-        self.folder = RunFolder.open(folder) if resume else RunFolder.create(folder, config)
         self.round, watching = 0, Watching()
         if resume:
-            self.agent, self.round, watching = self.folder.load(self.agent)
+            self.folder, (self.agent, self.round, watching) = RunFolder.open(folder, self.agent)
+        else:
+            self.folder = RunFolder.create(folder, config, keep_checkpoints)
         self.detector = AnomalyDetector(state=watching.detector, ppo=self.agent.config)
         self.detail = watching.detail
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
         self.spans = Spans()
         self.collector = Collector(self.runners, self.agent, config.reward, config.seed, self.spans)
+        self.hub = self.watch.open(self.folder.path, encode(config), self.round)
         self._profile = profile
         # The first round in a process does things that no other does; where it is the only one, it is that or nothing.
         self._traced = min(self.round + 1, config.rounds - 1)
@@ -79,24 +100,38 @@ class Trainer:
         return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)
 
     def run(self, *, progress: bool = True) -> None:
-        """All rounds that are left. Ctrl-C ends after the last complete round, whose checkpoint is there."""
-        with progress_bar("rounds", self.config.rounds - self.round, shown=progress) as advance, self.folder:
-            if self._profile is not None and self.round >= self.config.rounds:
+        """All rounds that are left. Ctrl-C and SIGTERM end after the last complete round, whose checkpoint is there."""
+        left = self.config.rounds - self.round
+        bar = progress_bar("rounds", left, shown=progress)
+        with bar as advance, self.folder, self.hub, termination_interrupts():
+            if self._profile is not None and not left:
                 raise BadValueError(f"{self.folder.path} has no round left to trace; leave --profile away")
             try:
-                while self.round < self.config.rounds:
-                    advance(1, summary(self.run_round()))
-                    for alarm in self.alarms:
-                        if alarm.severity != "info":
-                            print(f"{alarm.severity}: {alarm}", flush=True)
+                with session(self.folder.path, self.hub, self.config.rounds, lambda: self.round, self.resumed):
+                    while self.round < self.config.rounds:
+                        words = summary(self.run_round())
+                        advance(1, "" if self.watch.console else words)
+                        self._print_alarms()
+            except KeyboardInterrupt:
+                print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
+            except StorageError as error:
+                whole = "the run is whole up to its last checkpoint"
+                raise StorageError(f"{error}; {whole}, go on with --resume {self.folder.path}") from error
             except EsperError as error:
                 self.folder.events.write(kind="error", round=self.round, error=type(error).__name__, message=str(error))
                 raise
-            except KeyboardInterrupt:
-                print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
+        if losses := self.hub.losses():
+            print(f"{losses}; the log in {self.folder.path} has everything")
+
+    def _print_alarms(self) -> None:
+        """The serious ones, where no sink does it."""
+        for alarm in self.alarms:
+            if alarm.severity != "info" and not self.watch.console:
+                print(f"{alarm.severity}: {alarm}", flush=True)
 
     def run_round(self) -> list[RoundRecord]:
         """One round: collected, learnt from, written down. A record per task."""
+        self.collector.reward = self.config.reward.at(self.round / self.config.rounds)
         with self._tracing():
             with self.spans("collect"):
                 records = self.collector.collect(self.round)
@@ -104,17 +139,20 @@ class Trainer:
             with self.spans("update"):
                 metrics = self.agent.update(self.collector.buffer, examination)
             with self.spans("watch"):
-                alarms = self._watch(records, metrics, examination)
-        timing = timing_of(self.spans.drain())
-        write_metrics(self.folder.metrics, self.round, records, self.runners[0].slots, metrics, timing)
+                alarms, raised = self._watch(records, metrics, examination)
+        timing, slots, lost = timing_of(self.spans.drain()), self.runners[0].slots, self.hub.metrics()
+        measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing, lost)
         self.round += 1
         self.folder.keep(self.agent, self.round, Watching(self.detector.state, self.detail))
         self.alarms = alarms
+        self.hub.publish(measured)
+        for event in raised:
+            self.hub.publish(event)
         return records
 
     def _watch(
         self, records: list[RoundRecord], metrics: PPOUpdateMetrics, examination: Examination | None
-    ) -> tuple[Alarm, ...]:
+    ) -> tuple[tuple[Alarm, ...], list[AlarmRaised]]:
         """The round's events, what is wrong with it, and how closely the next ones are looked at."""
         events = self.folder.events
         for record, runner in zip(records, self.runners, strict=True):
@@ -124,9 +162,8 @@ class Trainer:
             report = examination.report({record.task: record.lstm for record in records})
             write_detail(events, self.round, report)
         alarms = self.detector.look(self.round, metrics, round_facts(records, report))
-        write_alarms(events, alarms)
         self.detail = self.detail.after(alarms)
-        return alarms
+        return alarms, write_alarms(events, alarms)
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ neither training nor evaluation ever uses.
 """
 
 import json
-import tempfile
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from esper.leyline import BadValueError, UnknownNameError, head_preset
-from esper.leyline.files import sync_to_disk
+from esper.leyline.files import replace_file
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.training.tuning_heuristic import HeuristicByEnv, search_heuristic
@@ -102,13 +101,4 @@ def check_free(path: Path) -> None:
 def write_tuned(path: Path, tuned: Tuned) -> None:
     """Write the file whole or not at all; one that exists is left alone."""
     check_free(path)
-    text = json.dumps(tuned.to_json(), indent=1, allow_nan=False) + "\n"
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.resolve().parent) as folder:
-            new = Path(folder) / path.name
-            new.write_text(text, encoding="utf-8")
-            sync_to_disk(new)
-            new.rename(path)
-            sync_to_disk(path.resolve().parent)
-    except OSError as error:
-        raise BadValueError(f"{path} cannot be written: {error}") from error
+    replace_file(path, json.dumps(tuned.to_json(), indent=1, allow_nan=False) + "\n")

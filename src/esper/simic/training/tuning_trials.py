@@ -62,9 +62,9 @@ class Arena(Generic[Candidate]):
 
     def run(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> Iterator[Block]:
         """Every candidate on every host, block by block."""
-        candidate_parts = _divide(len(candidates), AT_ONCE - 1)
+        candidate_parts = divide(len(candidates), AT_ONCE - 1)
         members = len(candidate_parts[0])
-        host_parts = _divide(len(seeds), AT_ONCE // (members + 1))
+        host_parts = divide(len(seeds), AT_ONCE // (members + 1))
         runner = self._runner_for(groups := Groups(len(host_parts[0]), members))
         for some in candidate_parts:
             # A block that is not full is filled up with its last: the same episodes once more, which nobody reads.
@@ -123,7 +123,7 @@ def objective(result: StepResult, task: Task, rho: float) -> Tensor:
     return gain - rho * torch.log2(1 + result.fossil_parameters.double() / task.host_parameters)
 
 
-def _divide(count: int, most: int) -> list[range]:
+def divide(count: int, most: int) -> list[range]:
     """Even parts of at most `most`; the last may be smaller."""
     parts = -(-count // most)
     width = -(-count // parts)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from esper.simic.training.evaluation import Result
 from esper.simic.training.jobs import base_of, is_learned
+from esper.simic.training.results import Result
 from esper.simic.training.statistics import Difference, compare, holm
 
 CLAIM_SEEDS = 5

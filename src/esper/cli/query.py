@@ -1,0 +1,114 @@
+"""`esper query`."""
+
+import os
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from esper.karn.answers import Answer, Cell, as_json
+from esper.karn.queries import ask, columns_of
+from esper.karn.reading import CONFIG, EVENTS, METRICS
+from esper.karn.views import VIEWS
+from esper.leyline import BadValueError
+from esper.leyline.numbers import require_whole
+
+
+@dataclass(frozen=True)
+class QueryCommand:
+    """Ask a run with SQL (DuckDB): rounds, episodes, decisions, rewards, seeds, stages, panics, alarms."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run; it may still be training."""
+    statement: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="SQL")] = None
+    """One SELECT (default: show the views and their columns)."""
+    csv: Path | None = None
+    """Write all rows to this file as CSV; - is the standard output."""
+    json: Path | None = None
+    """Write all rows to this file as JSON; - is the standard output."""
+    rows: int = 50
+    """Rows that are shown on the screen."""
+
+    def run(self, console: Console) -> None:
+        """Show or write the answer, or the views."""
+        targets = [path for path in (self.csv, self.json) if path is not None]
+        require_whole("rows", self.rows, 1)
+        if len(targets) > 1 or (targets and self.statement is None):
+            raise BadValueError("--csv and --json take the answer of a statement, one of them at a time")
+        for name in (CONFIG, EVENTS, METRICS):
+            if any(path.resolve() == (self.folder / name).resolve() for path in targets):
+                raise BadValueError(f"{self.folder / name} belongs to the run; write to another file")
+        if self.statement is None:
+            _show_views(console, self.folder)
+            return
+        with ask(self.folder, self.statement) as answer:
+            if targets:
+                self._write(answer, console)
+            else:
+                _show(console, answer, self.rows)
+
+    def _write(self, answer: Answer, console: Console) -> None:
+        target = self.csv or self.json
+        assert target is not None
+        try:
+            count = answer.write_csv(target) if self.csv else answer.write_json(target)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads the output has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
+        if target != Path("-"):
+            rows = "1 row" if count == 1 else f"{count:,} rows"
+            console.print(f"{rows} in {target}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _show(console: Console, answer: Answer, limit: int) -> None:
+    """A table of the first rows."""
+    rows = list(islice(answer.rows, limit + 1))
+    table = Table()
+    for place, name in enumerate(answer.columns):
+        numbers = all(row[place] is None or isinstance(row[place], int | float) for row in rows)
+        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in rows[:limit]:
+        table.add_row(*map(_cell, row))
+    _print(console, table)
+    if len(rows) > limit:
+        console.print(f"only the first {limit}; --rows shows more, --csv writes all", highlight=False)
+    elif not rows:
+        console.print("no rows", highlight=False)
+
+
+def _show_views(console: Console, folder: Path) -> None:
+    """Every view with its columns, as this run has them."""
+    for name, columns in columns_of(folder).items():
+        console.print(f"\n[bold]{name}[/bold]", highlight=False)
+        console.print(VIEWS[name].meaning, highlight=False, markup=False)
+        table = Table()
+        for header in ("column", "type", "meaning"):
+            table.add_column(header, overflow="fold")
+        for column in columns:
+            if column.meaning:
+                table.add_row(column.name, column.type, column.meaning)
+        _print(console, table)
+        if others := [column.name for column in columns if not column.meaning]:
+            console.print(f"and, all {columns[-1].type}: {', '.join(others)}", highlight=False, markup=False)
+
+
+def _print(console: Console, table: Table) -> None:
+    """As wide as the terminal; where there is none, as wide as it takes."""
+    if not console.is_terminal:
+        wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
+        console.width = max(console.width, wanted)
+    console.print(table, markup=False, highlight=False)
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return as_json(value) if isinstance(value, list | dict) else str(value)

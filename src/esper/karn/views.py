@@ -1,0 +1,238 @@
+"""What a run can be asked: views, their columns, and how they follow from the events.
+
+`LOGS` are the kinds of lines in `events.jsonl`; each is read into a table of its own, `log.<kind>`, by `queries`, and
+only where a statement needs it. `VIEWS` are what statements see. What an older run did not write is NULL, or makes a
+view empty.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from esper.leyline import LIVE_STAGES
+
+
+@dataclass(frozen=True)
+class Log:
+    """A kind of event: the keys that are read, with their types."""
+
+    columns: Mapping[str, str]
+    required: tuple[str, ...]
+    """Without one of these a line is damaged"""
+
+
+@dataclass(frozen=True)
+class View:
+    """One table that statements can name."""
+
+    meaning: str
+    columns: Mapping[str, tuple[str, str]]
+    """Name → type, meaning"""
+    sql: str
+    logs: tuple[str, ...] = field(default=())
+    """Kinds of events that it is made of"""
+
+
+_WHERE = {"round": "INTEGER", "task": "VARCHAR", "env": "INTEGER"}
+_HEADS = {
+    "op": "VARCHAR", "slot": "VARCHAR", "blueprint": "VARCHAR", "blend": "VARCHAR", "tempo": "INTEGER",
+    "alpha_target": "DOUBLE", "alpha_speed": "INTEGER", "alpha_curve": "VARCHAR",
+}  # fmt: skip
+_DECISIONS = ", ".join(f"{name} {kind}[]" for name, kind in {"step": "INTEGER", **_HEADS}.items())
+_NAMES = ("slot", "blueprint", "source", "target", "cause")
+
+LOGS: Mapping[str, Log] = {
+    "stage": Log(
+        {**_WHERE, "step": "INTEGER", **dict.fromkeys(_NAMES, "VARCHAR")},
+        ("round", "env", "step", "slot", "source", "target", "cause"),
+    ),
+    "panic": Log({**_WHERE, "step": "INTEGER", "symptoms": "VARCHAR[]"}, ("round", "env", "step")),
+    "episode": Log(
+        {
+            **_WHERE,
+            **dict.fromkeys(("objective", "gain", "accuracy", "added_parameters"), "DOUBLE"),
+            **dict.fromkeys(("accuracies", "control_accuracies", "rewards"), "DOUBLE[]"),
+            "alphas": "MAP(VARCHAR, DOUBLE[])",
+            "decisions": f"STRUCT({_DECISIONS})",
+            "reward_parts": "MAP(VARCHAR, DOUBLE)",
+        },
+        ("round", "env", "objective", "gain", "accuracy", "added_parameters"),
+    ),
+    "alarm": Log(
+        {
+            "round": "INTEGER", "alarm": "VARCHAR", "severity": "VARCHAR", "subject": "VARCHAR", "ended": "BOOLEAN",
+            "value": "DOUBLE", "limit": "DOUBLE", "cause": "VARCHAR", "remedy": "VARCHAR",
+        },
+        ("round", "alarm", "severity"),
+    ),
+}  # fmt: skip
+
+_ROUND = {"round": ("INTEGER", "the round, from 0")}
+_EPISODE = {
+    **_ROUND,
+    "task": ("VARCHAR", "the task that the host is of"),
+    "env": ("INTEGER", "the growing host, numbered over all tasks"),
+}
+_STEP = {"step": ("INTEGER", "the step, from 0: its decision comes before its training, ticks and panics after it")}
+
+_DECISIONS_SQL = f"""
+SELECT round, task, env, step, coalesce(decisions.op[place], 'WAIT') AS op,
+  {", ".join(f"decisions.{name}[place] AS {name}" for name in _HEADS if name != "op")},
+  rewards[step + 1] AS reward, accuracies[step + 1] AS accuracy, control_accuracies[step + 1] AS control_accuracy
+FROM (SELECT *, list_position(decisions.step, step) AS place FROM
+  (SELECT *, unnest(range(len(rewards)))::INTEGER AS step FROM log.episode))
+"""
+
+# A life begins with a birth, and every change in its slot is its own until the next birth. A panic can take back any
+# of them, the end too: whether and how a life ended is seen from its last change.
+_LIVE = ", ".join(f"'{stage.name}'" for stage in sorted(LIVE_STAGES))
+_SEEDS_SQL = f"""
+SELECT round, task, env, slot, blueprint, germinated_at, blending_at, holding_at,
+  CASE WHEN last = 'FOSSILIZED' THEN 'committed' WHEN last IN ({_LIVE}) THEN 'uncommitted'
+    WHEN ending.cause = 'panic' THEN 'undone' ELSE 'pruned' END AS outcome,
+  CASE WHEN last = 'FOSSILIZED' THEN kept.step WHEN last NOT IN ({_LIVE}) THEN ending.step END AS ended_at,
+  CASE WHEN last = 'FOSSILIZED' THEN kept.cause WHEN last NOT IN ({_LIVE}) THEN ending.cause END AS cause,
+  stages
+FROM (
+  SELECT round, any_value(task) AS task, env, slot, arg_min(blueprint, place) AS blueprint,
+    arg_min(step, place) AS germinated_at,
+    min(step) FILTER (WHERE target = 'BLENDING') AS blending_at,
+    min(step) FILTER (WHERE target = 'HOLDING') AS holding_at,
+    arg_max(target, place) AS last,
+    arg_max({{'step': step, 'cause': cause}}, place) FILTER (WHERE target = 'FOSSILIZED') AS kept,
+    arg_max({{'step': step, 'cause': cause}}, place)
+      FILTER (WHERE source IN ({_LIVE}) AND target NOT IN ({_LIVE})) AS ending,
+    list(target ORDER BY place) AS stages
+  FROM (
+    SELECT *, sum((source = 'DORMANT' AND target = 'GERMINATED' AND cause <> 'panic')::INTEGER)
+      OVER (PARTITION BY round, env, slot ORDER BY place) AS life
+    FROM (SELECT *, rowid AS place FROM log.stage)
+  )
+  WHERE life > 0
+  GROUP BY round, env, slot, life
+)
+"""
+
+VIEWS: Mapping[str, View] = {
+    "rounds": View(
+        "A row per complete round, means over its episodes. Beside these columns, every other number of metrics.jsonl"
+        " under its name in lower case with _ for /: reward_gain, ops_wait, ppo_approx_kl, ppo_op_entropy,"
+        " timing_collect_s …",
+        {
+            **_ROUND,
+            "objective": ("DOUBLE", "gain minus the rent of the fossils, points"),
+            "objective_std": ("DOUBLE", "its standard deviation over episodes"),
+            "gain": ("DOUBLE", "of the hardened hosts over their controls, points"),
+            "accuracy": ("DOUBLE", "of the hardened hosts, percent"),
+            "added_parameters": ("DOUBLE", "of the fossils"),
+            "committed": ("DOUBLE", "share of episodes that committed a seed"),
+            "panics": ("INTEGER", "of the governor, in all"),
+        },
+        "SELECT * FROM log.rounds",
+    ),
+    "episodes": View(
+        "A row per episode: the life of one growing host.",
+        {
+            **_EPISODE,
+            "objective": ("DOUBLE", "gain minus the rent of the fossils, points"),
+            "gain": ("DOUBLE", "of the hardened host over its control, points"),
+            "accuracy": ("DOUBLE", "of the hardened host, percent"),
+            "added_parameters": ("BIGINT", "of its fossils"),
+            "reward": ("DOUBLE", "all that its decisions were paid"),
+            "accuracies": ("DOUBLE[]", "of the growing host after every step, percent"),
+            "control_accuracies": ("DOUBLE[]", "of its control, which never grows"),
+            "alphas": ("MAP(VARCHAR, DOUBLE[])", "slot → alpha that each step was trained with"),
+        },
+        "SELECT round, task, env, objective, gain, accuracy, added_parameters::BIGINT AS added_parameters,"
+        " list_sum(rewards) AS reward, accuracies, control_accuracies, alphas FROM log.episode",
+        ("episode",),
+    ),
+    "decisions": View(
+        "A row per episode and step: what the policy chose, and what came of it. Heads are NULL where they say nothing"
+        " about the op, or where the run's preset lacks them.",
+        {
+            **_EPISODE,
+            **_STEP,
+            "op": ("VARCHAR", "WAIT, GERMINATE, ADVANCE, FOSSILIZE, PRUNE or SET_ALPHA_TARGET"),
+            "slot": ("VARCHAR", "where"),
+            "blueprint": ("VARCHAR", "what was germinated"),
+            "blend": ("VARCHAR", "how a seed is blended in"),
+            "tempo": ("INTEGER", "steps that its blending takes"),
+            "alpha_target": ("DOUBLE", "alpha that it is to reach"),
+            "alpha_speed": ("INTEGER", "steps that a change of alpha takes"),
+            "alpha_curve": ("VARCHAR", "on which curve"),
+            "reward": ("DOUBLE", "what the step was paid"),
+            "accuracy": ("DOUBLE", "of the host after the step, percent"),
+            "control_accuracy": ("DOUBLE", "of its control"),
+        },
+        _DECISIONS_SQL,
+        ("episode",),
+    ),
+    "rewards": View(
+        "A row per episode and part of its reward.",
+        {
+            **_EPISODE,
+            "part": ("VARCHAR", "shaping, gain, rent, penalty …: the parts of the run's reward family"),
+            "points": ("DOUBLE", "its sum over the episode"),
+        },
+        "SELECT round, task, env, unnest(map_keys(reward_parts)) AS part, unnest(map_values(reward_parts)) AS points"
+        " FROM log.episode",
+        ("episode",),
+    ),
+    "seeds": View(
+        "A row per seed, from its birth to its end.",
+        {
+            **_EPISODE,
+            "slot": ("VARCHAR", "where it grew"),
+            "blueprint": ("VARCHAR", "what it was"),
+            "germinated_at": ("INTEGER", "step of its birth"),
+            "blending_at": ("INTEGER", "step at which it first entered BLENDING; NULL if it never did"),
+            "holding_at": ("INTEGER", "step at which it first entered HOLDING; NULL if it never did"),
+            "outcome": (
+                "VARCHAR",
+                "committed, pruned, undone (a panic took its birth back), or uncommitted: alive when the episode"
+                " ended, and dropped by hardening",
+            ),
+            "ended_at": ("INTEGER", "step at which it was committed, pruned or undone; NULL if uncommitted"),
+            "cause": ("VARCHAR", "of that: fossilize, prune, tick (the end of a slow prune), panic"),
+            "stages": ("VARCHAR[]", "all stages that it went through, and those of its slot's rest, in order"),
+        },
+        _SEEDS_SQL,
+        ("stage",),
+    ),
+    "stages": View(
+        "A row per change of a slot's stage, in the order of the log.",
+        {
+            **_EPISODE,
+            **_STEP,
+            "slot": ("VARCHAR", "whose"),
+            "blueprint": ("VARCHAR", "of the seed in it"),
+            "source": ("VARCHAR", "the stage before"),
+            "target": ("VARCHAR", "the stage after"),
+            "cause": ("VARCHAR", "the op, tick, or panic"),
+        },
+        "SELECT round, task, env, step, slot, blueprint, source, target, cause FROM log.stage",
+        ("stage",),
+    ),
+    "panics": View(
+        "A row per panic: the governor took a host back to its snapshot.",
+        {**_EPISODE, **_STEP, "symptoms": ("VARCHAR[]", "what the governor saw")},
+        "SELECT round, task, env, step, symptoms FROM log.panic",
+        ("panic",),
+    ),
+    "alarms": View(
+        "A row per alarm that began or ended.",
+        {
+            **_ROUND,
+            "alarm": ("VARCHAR", "its kind, as in docs/telemetry.md"),
+            "severity": ("VARCHAR", "info, warning or critical"),
+            "subject": ("VARCHAR", "the head that it is about; empty where it is about the whole"),
+            "ended": ("BOOLEAN", "whether it ended here; if not, it began"),
+            "value": ("DOUBLE", "what was measured"),
+            "threshold": ("DOUBLE", "its limit; NULL where there is no number for it"),
+            "cause": ("VARCHAR", "in words"),
+            "remedy": ("VARCHAR", "what to do"),
+        },
+        'SELECT round, alarm, severity, subject, ended, value, "limit" AS threshold, cause, remedy FROM log.alarm',
+        ("alarm",),
+    ),
+}

@@ -1,0 +1,208 @@
+"""Runs that somebody watches: the same numbers, every one of them in the catalogue, and nothing told twice."""
+
+import io
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from nissa.watchers import Broken, Recorder
+from simic.training.tiny import NAME, tiny_task
+
+from esper.cli import main
+from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, Watch, find_metric, read_lines
+from esper.nissa.sinks import ConsoleSink
+from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.session import SESSIONS, session
+from esper.simic.training.trainer import Trainer
+
+ROUNDS = 2
+
+
+def start(folder: Path, watch: Watch | None = None) -> Trainer:
+    """A run of tiny hosts."""
+    tiny_task()
+    return Trainer(TrainConfig(task=NAME, rounds=ROUNDS, hosts=4, members=1, seed=2), folder, watch=watch)
+
+
+class Runs(NamedTuple):
+    """One run twice."""
+
+    plain: Trainer
+    watched: Trainer
+    recorder: Recorder
+    printed: str
+    """By the watched one"""
+
+    def lines(self, which: str, name: str = "metrics.jsonl") -> list[dict[str, object]]:
+        """Of a log."""
+        return list(read_lines(getattr(self, which).folder.path / name))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Alone; and with a console, a sink that remembers and one that breaks."""
+    folder = tmp_path_factory.mktemp("runs")
+    plain, watched, recorder = start(folder / "plain"), start(folder / "watched", Watch(console=True)), Recorder()
+    plain.run(progress=False)
+    watched.hub.close()
+    watched.hub = Hub([ConsoleSink(), recorder, Broken("write")])
+    with redirect_stdout(io.StringIO()) as printed, pytest.warns(RuntimeWarning, match="without a sink: broken"):
+        watched.run(progress=False)
+    return Runs(plain, watched, recorder, printed.getvalue())
+
+
+def test_sinks_change_nothing(runs: Runs) -> None:
+    """Bit for bit: metrics, events, weights; only the clock's part and the hub's own differ."""
+    apart = ("timing", "hub")
+    plain, watched = (
+        [{name: value for name, value in line.items() if name not in apart} for line in runs.lines(which)]
+        for which in ("plain", "watched")
+    )
+    assert plain == watched
+    assert len(plain) == ROUNDS
+    texts = [(run.folder.path / "events.jsonl").read_text() for run in (runs.plain, runs.watched)]
+    assert texts[0] == texts[1] != ""
+    pairs = zip(runs.plain.agent.network.parameters(), runs.watched.agent.network.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
+def test_sinks_are_shown_what_is_written(runs: Runs) -> None:
+    """Begin, rounds and end, with the very numbers of the log."""
+    kinds = [event.kind for event in runs.recorder.events if event.kind != "alarm"]
+    assert kinds == ["begun", *["round"] * ROUNDS, "ended"]
+    shown = [event for event in runs.recorder.events if isinstance(event, RoundMeasured)]
+    assert [{"round": event.round, **event.values} for event in shown] == runs.lines("watched")
+
+
+def test_what_sinks_lose_is_told(runs: Runs) -> None:
+    """In the metrics of a run that has sinks, and at its end."""
+    assert all("hub" not in line for line in runs.lines("plain"))
+    assert all(set(line["hub"]) == {"dropped", "failed"} for line in runs.lines("watched"))  # type: ignore[call-overload]  # JSON
+    assert runs.watched.hub.metrics() == {"dropped": 0, "failed": 1}
+    last = runs.printed.splitlines()[-1]
+    assert last.startswith("switched off: broken (OSError: no space to write); the log in ")
+    assert sum(line.startswith("round ") for line in runs.printed.splitlines()) == ROUNDS
+
+
+@pytest.mark.parametrize("which", ["plain", "watched"])
+def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
+    """Requirement 31: every number of a round is in the catalogue, and what every round should have it has."""
+    heads = runs.plain.agent.table.names
+    always = [metric.name for metric in METRICS if metric.always]
+    declared = {name.replace("<head>", head) for name in always for head in heads}
+    for line in runs.lines(which):
+        emitted = set(RoundMeasured(0, line).numbers())
+        assert [name for name in emitted if find_metric(name) is None] == []
+        assert declared - emitted == set()
+        assert ("hub/dropped" in emitted) == (which == "watched")
+
+
+@pytest.mark.parametrize("console", [True, False])
+def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path) -> None:
+    """Requirement 9: an extreme KL, in the real loop, whoever prints it."""
+    trainer, recorder = start(tmp_path / "run", Watch(console=console)), Recorder()
+    trainer.hub.close()
+    trainer.hub = Hub([recorder, *([ConsoleSink()] if console else [])])
+    update = trainer.agent.update
+
+    def extreme(buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
+        return replace(update(buffer, observer), approx_kl=0.6, max_kl=0.6)
+
+    trainer.agent.update = extreme  # type: ignore[method-assign]
+    with redirect_stdout(io.StringIO()) as printed:
+        trainer.run(progress=False)
+    raised = [event for event in recorder.events if isinstance(event, AlarmRaised) and event.alarm == "kl_extreme"]
+    assert [(event.round, event.severity, event.ended, event.value) for event in raised] == [
+        (0, "critical", False, 0.6)
+    ]
+    assert [line for line in printed.getvalue().splitlines() if "kl_extreme" in line] == [str(raised[0])]
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def told(folder: Path) -> list[tuple[object, ...]]:
+    """The sessions without their times."""
+    return [tuple(value for key, value in line.items() if key != "time") for line in read_lines(folder / SESSIONS)]
+
+
+def test_sessions_of_a_run(tmp_path: Path) -> None:
+    """Ctrl-C, an error, and the end; each process has its begin."""
+    recorder, done = Recorder(), 0
+    with Hub([recorder]) as hub:
+        with pytest.raises(KeyboardInterrupt), session(tmp_path, hub, 5, lambda: done, False):
+            done = 2
+            raise KeyboardInterrupt
+        with pytest.raises(ValueError, match="why"), session(tmp_path, hub, 5, lambda: done, True):
+            raise ValueError("why")
+        # A line that a kill has torn is put aside; the next does not stick to it.
+        with (tmp_path / SESSIONS).open("a") as log:
+            log.write('{"kind":"resu')
+        with session(tmp_path, hub, 5, lambda: done, True):
+            done = 5
+    assert told(tmp_path) == [
+        ("begun", 0, 5),
+        ("ended", 2, "stopped", 0),
+        ("resumed", 2, 5),
+        ("ended", 2, "ValueError: why", 0),
+        ("resumed", 2, 5),
+        ("ended", 5, "complete", 0),
+    ]
+    assert [event.kind for event in recorder.events] == ["begun", "ended", "resumed", "ended", "resumed", "ended"]
+
+
+def test_a_run_tells_its_sessions(runs: Runs) -> None:
+    assert told(runs.plain.folder.path) == [("begun", 0, ROUNDS), ("ended", ROUNDS, "complete", 0)]
+
+
+def test_ctrl_c_closes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The session ends as stopped, the sinks have seen it, and the way to go on is printed."""
+    trainer, recorder = start(tmp_path / "run"), Recorder()
+    trainer.hub = Hub([recorder])
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    trainer.run_round = interrupted  # type: ignore[method-assign, assignment]
+    trainer.run(progress=False)
+    assert told(tmp_path / "run") == [("begun", 0, ROUNDS), ("ended", 0, "stopped", 0)]
+    assert [event.kind for event in recorder.events] == ["begun", "ended"]
+    assert recorder.calls == ["open", "close"]
+    assert f"--resume {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_a_missing_package_stops_before_anything_runs(
+    extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line with the extra to install, exit code 2, and no folder."""
+    tiny_task()
+    monkeypatch.setitem(sys.modules, extra, None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--task", NAME, f"--{extra}", "--out", str(tmp_path / "run")])
+    assert stopped.value.code == 2
+    assert f"pip install 'esper-morph[{extra}]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_choose_sinks_and_stay_out_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--console` prints a line per round; the run's configuration does not know of it."""
+    tiny_task()
+    out = tmp_path / "run"
+    main(["train", "--task", NAME, "--rounds", "1", "--hosts", "2", "--members", "1", "--console", "--out", str(out)])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0].split()[:3] for line in printed if line.startswith("round 0:")] == [
+        ["round", "0:", "objective"]
+    ]
+    assert not {"watch", "console"} & set(json.loads((out / "config.json").read_text())["config"])
