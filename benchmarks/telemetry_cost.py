@@ -2,10 +2,10 @@
 
 Two runs of one configuration go through the same rounds, one watched as every run is, one of which nothing is measured
 or written that learning does not need. A pair is one round of each, in alternating order; both must end alike to the
-last bit. Few hosts overstate the share: what is watched hardly grows with them, and what is trained does.
+last bit. Few hosts and short episodes overstate the share: what is watched grows less with them than what is trained.
 
-    python benchmarks/telemetry_cost.py                 # 30 pairs of 8 hosts, a few minutes on one core
-    python benchmarks/telemetry_cost.py --hosts 32      # the default round
+    python benchmarks/telemetry_cost.py                          # 30 pairs of short rounds: minutes on one core
+    python benchmarks/telemetry_cost.py --hosts 32 --steps 20    # the default round
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from esper.simic.training import collect, journal
 from esper.simic.training import trainer as loop
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
+from esper.tolaria import TaskRegistry, get_task
 
 BAR = 1.02
 """What the upper end of the median ratio has to stay below."""
@@ -168,13 +169,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--warm", type=int, default=1, help="pairs that are not counted")
     parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10, help="of an episode")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    total = arguments.warm + arguments.pairs
+    total, short = arguments.warm + arguments.pairs, f"{arguments.task}@{arguments.steps}"
+    TaskRegistry.register(replace(get_task(arguments.task), name=short, steps=arguments.steps))
     config = TrainConfig(
-        task=arguments.task, hosts=arguments.hosts, rounds=total, device=arguments.device, data_dir=arguments.data_dir
+        task=short, hosts=arguments.hosts, rounds=total, device=arguments.device, data_dir=arguments.data_dir
     )
     with tempfile.TemporaryDirectory() as folder:
         watched, bare = (Run(config, Path(folder) / name, watched=name == "watched") for name in ("watched", "bare"))
@@ -198,7 +201,7 @@ def report(arguments: argparse.Namespace, watched: Run, bare: Run) -> None:
     }
     found = {name: interval(values) for name, values in figures.items()}
     print_table(
-        f"{arguments.task}, {arguments.hosts} hosts, {arguments.pairs} pairs of rounds of "
+        f"{arguments.task}, {arguments.hosts} hosts, {arguments.steps} steps, {arguments.pairs} pairs of rounds of "
         f"{statistics.median(bare.wall[warm]):.2f} s; bar {BAR}",
         ["figure", "median", "lower 95 % end", "upper 95 % end"],
         [[name, *("-" if end is None else f"{end:.4f}" for end in ends)] for name, ends in found.items()],
@@ -208,6 +211,7 @@ def report(arguments: argparse.Namespace, watched: Run, bare: Run) -> None:
     result: dict[str, Json] = {
         "task": arguments.task,
         "hosts": arguments.hosts,
+        "steps": arguments.steps,
         "pairs": arguments.pairs,
         "bar": BAR,
         "bit_identical": alike,

@@ -318,6 +318,13 @@ def test_healthy_rounds(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert printed.splitlines()[-1] == "1 of severity warning or above in 1 rounds of 1 runs"
     written = json.loads((tmp_path / "out" / "healthy_rounds.json").read_text())
     assert (written["rounds"], written["warnings"], written["runs"][0]["seed"]) == (1, 1, 7)
+    printed = run_here("healthy_rounds", "--runs", str(run), "--replay", *out)
+    assert printed.splitlines()[-1] == "0 of severity warning or above in 1 rounds of 1 runs", "its KL was ordinary"
+    line = json.loads((run / "metrics.jsonl").read_text())
+    (run / "metrics.jsonl").write_text(json.dumps({**line, "ppo/max_kl": 0.2, "ppo/policy_loss": "nan"}) + "\n")
+    printed = run_here("healthy_rounds", "--runs", str(run), "--replay", *out)
+    assert "the joint KL is 0.2 (limit 0.18)" in printed
+    assert printed.splitlines()[-1] == "2 of severity warning or above in 1 rounds of 1 runs"
     agent = run / "checkpoints" / "round-00001" / "agent.json"
     agent.write_text(agent.read_text().replace('"last_round": 0', '"last_round": -1'))
     with pytest.raises((BadValueError, CheckpointError)):

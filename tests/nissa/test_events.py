@@ -13,6 +13,7 @@ from esper.nissa import (
     Event,
     JsonLines,
     Panicked,
+    RoundExamined,
     RoundMeasured,
     RunBegun,
     RunEnded,
@@ -47,6 +48,11 @@ CASES: list[tuple[Event, str]] = [
         ALARM,
         '{"kind":"alarm","alarm":"kl_spike","severity":"warning","round":3,"subject":"","ended":false,"value":0.2,'
         '"limit":0.15,"cause":"joint KL is 0.2 (limit 0.15)","remedy":"lower the rate"}',
+    ),
+    (
+        RoundExamined(4, {"total": {"norm": 1.5}}, {"worst": []}, {"loss": {"mean": 0.5}}, {"digits": None}),
+        '{"kind":"detail","round":4,"gradients":{"total":{"norm":1.5}},"ratios":{"worst":[]},'
+        '"observations":{"loss":{"mean":0.5}},"lstm":{"digits":null}}',
     ),
     (RunBegun("2025-01-01", 0, 9), '{"kind":"begun","time":"2025-01-01","round":0,"rounds":9}'),
     (RunResumed("2025-01-01", 3, 9), '{"kind":"resumed","time":"2025-01-01","round":3,"rounds":9}'),

@@ -51,8 +51,8 @@ PANELS = (
     Panel("Policy loss", ("ppo/policy_loss",), "The clipped surrogate; its size says little, a jump says something."),
     Panel(
         "Gradient norms",
-        ("ppo/pre_clip_grad_norm", "ppo/typical_grad_norm", "ppo/*/grad_norm"),
-        "Before clipping: of all weights together the largest and the typical one; of each head's own, the mean.",
+        ("ppo/pre_clip_grad_norm", "ppo/*/grad_norm"),
+        "Before clipping: the largest of all weights together, and of each head's own, mean over minibatches.",
         log=True,
     ),
     Panel("Clip factor", ("ppo/clip_factor",), "What gradient clipping multiplied by; 1: nothing was clipped."),

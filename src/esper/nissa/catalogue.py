@@ -115,7 +115,7 @@ DECISIONS = (
 
 UPDATE = (
     Metric("ppo/policy_loss", "", "the clipped surrogate; its size says little, a jump says something"),
-    Metric("ppo/value_loss", "variances", "squared error of the critic, in units of the returns' variance", high=5),
+    Metric("ppo/value_loss", "variances", "squared error of the critic, in units of the returns' variance", high=10),
     Metric(
         "ppo/entropy",
         "share",
@@ -123,11 +123,11 @@ UPDATE = (
         remark="falls slowly",
     ),
     Metric("ppo/logit_spread", "", "how far the logits of one choice lie apart", remark="does not run away"),
-    Metric("ppo/approx_kl", "nats", "KL of the joint action in the last minibatch that was looked at", high=0.15),
-    Metric("ppo/max_kl", "nats", "largest KL of the joint action in any minibatch", high=0.15),
-    Metric("ppo/head_kl_mean", "nats", "mean KL of the heads, by how often each decided", high=0.15),
+    Metric("ppo/approx_kl", "nats", "KL of the joint action in the last minibatch that was looked at", high=0.18),
+    Metric("ppo/max_kl", "nats", "largest KL of the joint action in any minibatch", high=0.18),
+    Metric("ppo/head_kl_mean", "nats", "mean KL of the heads, by how often each decided", high=0.18),
     Metric("ppo/clip_fraction", "share", "decisions whose ratio left the clip range", remark="not much above 0.2"),
-    Metric("ppo/joint_ratio_max", "", "largest ratio, new over old probability, of a joint action", high=20),
+    Metric("ppo/joint_ratio_max", "", "largest ratio, new over old probability, of a joint action", high=40),
     Metric("ppo/joint_ratio_min", "", "smallest ratio of a joint action", low=0.001),
     Metric(
         "ppo/pre_clip_grad_norm",
@@ -136,7 +136,6 @@ UPDATE = (
         low=0.001,
         high=100,
     ),
-    Metric("ppo/typical_grad_norm", "", "geometric mean of the global gradient norms before clipping"),
     Metric("ppo/clip_factor", "", "what clipping multiplied gradients by, mean; 1: nothing was clipped"),
     Metric("ppo/minibatches_taken", "count", "minibatches that were stepped on", low=1),
     Metric("ppo/minibatches_not_finite", "count", "minibatches skipped for a NaN or an infinity", high=0),
@@ -173,7 +172,7 @@ HEADS = (
         low=0.02,
         always=False,
     ),
-    Metric("ppo/<head>/kl", "nats", "KL of the head's own choice, over the same steps", high=0.15, always=False),
+    Metric("ppo/<head>/kl", "nats", "KL of the head's own choice, over the same steps", high=0.18, always=False),
     Metric("ppo/<head>/clip_fraction", "share", "of its decisions", remark="not much above 0.2", always=False),
     Metric(
         "ppo/<head>/grad_norm",

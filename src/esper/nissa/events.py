@@ -2,7 +2,8 @@
 
 | event | kind | written to |
 |---|---|---|
-| StageChanged, Panicked, EpisodeEnded, AlarmRaised | stage, panic, episode, alarm | `events.jsonl` |
+| StageChanged, Panicked, EpisodeEnded | stage, panic, episode | `events.jsonl` |
+| AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
 | RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
 
@@ -99,6 +100,22 @@ class AlarmRaised:
 
 
 @dataclass(frozen=True)
+class RoundExamined:
+    """A round that was looked at closely, after an alarm; what is not finite in words."""
+
+    kind: ClassVar[str] = "detail"
+    round: int
+    gradients: Mapping[str, Json]
+    """By module, before clipping"""
+    ratios: Mapping[str, Json]
+    """Counts by head, and the worst by name"""
+    observations: Mapping[str, Json]
+    """By column, as the policy saw them"""
+    lstm: Mapping[str, Json]
+    """The memory in mid-episode, by task"""
+
+
+@dataclass(frozen=True)
 class RoundMeasured:
     """A line of the metrics."""
 
@@ -149,7 +166,10 @@ class RunEnded:
     """Events that sinks were too slow for, up to here"""
 
 
-Event = StageChanged | Panicked | EpisodeEnded | AlarmRaised | RoundMeasured | RunBegun | RunResumed | RunEnded
+OfGrowth = StageChanged | Panicked | EpisodeEnded
+OfLearning = AlarmRaised | RoundExamined | RoundMeasured
+OfRuns = RunBegun | RunResumed | RunEnded
+Event = OfGrowth | OfLearning | OfRuns
 
 
 def as_line(event: Event) -> dict[str, Json]:

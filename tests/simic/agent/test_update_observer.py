@@ -39,8 +39,6 @@ def test_all_of_it_is_shown(pieces: int) -> None:
     metrics = agent.update(buffer, witness)
     assert len(witness.norms) == agent.config.epochs * agent.config.minibatches
     assert max(witness.norms) == pytest.approx(metrics.pre_clip_grad_norm, rel=1e-5)
-    typical = math.prod(witness.norms) ** (1 / len(witness.norms))
-    assert metrics.typical_grad_norm == pytest.approx(typical, rel=1e-4)
     assert max(witness.norms) > 10 * agent.config.clip_norm, "or it would not show that it is before clipping"
     seen = torch.cat(witness.cells[: agent.config.minibatches]).sort().values
     assert torch.equal(seen, buffer.valid.flatten().nonzero().flatten())

@@ -33,8 +33,6 @@ def _round(row: Mapping[str, str]) -> HealthyRound:
     heads = {head: HeadMetrics(**_cast(HeadMetrics, row, f"{head}/")) for head in HEADS}
     counts: dict[str, Any] = {name: int(row[name]) for name in ("episodes", "committed", "germinated", "panics")}
     metrics = PPOUpdateMetrics(**{**_cast(PPOUpdateMetrics, row), "heads": heads})
-    # Not in the table, but clipping to 0.5 tells: where all norms are above it, their harmonic mean.
-    metrics = replace(metrics, typical_grad_norm=0.5 / metrics.clip_factor)
     return HealthyRound(row["run"], int(row["round"]), metrics, RoundFacts(**counts))
 
 

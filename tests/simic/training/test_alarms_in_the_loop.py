@@ -11,10 +11,12 @@ import torch
 from simic.training.tiny import quick_config, quick_trainer
 from torch import Tensor
 
+from esper.nissa import read_lines
 from esper.simic.agent import NotFiniteError
 from esper.simic.telemetry import AnomalyDetector
 from esper.simic.training.journal import round_facts
 from esper.simic.training.runs import read_config
+from esper.simic.training.session import SESSIONS
 from esper.simic.training.trainer import Trainer
 
 
@@ -40,12 +42,12 @@ def test_an_update_that_failed_is_written_down(tmp_path: Path) -> None:
     assert all(torch.equal(mine, old) for mine, old in zip(network.parameters(), before, strict=True))
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert line["ppo/minibatches_taken"] == 0
-    assert line["ppo/typical_grad_norm"] == "nan"
+    assert line["ppo/pre_clip_grad_norm"] == "nan"
     assert any(event["severity"] == "critical" for event in events(tmp_path / "run", "alarm"))
 
 
 def test_what_ends_a_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An observation that is not finite ends it: the last event says in which round, and why."""
+    """An observation that is not finite ends it: the log of sessions says in which round, and why."""
     trainer = quick_trainer(tmp_path / "run")
     see = trainer.agent.see
 
@@ -55,12 +57,9 @@ def test_what_ends_a_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(trainer.agent, "see", blinded)
     with pytest.raises(NotFiniteError, match="time_left"):
         trainer.run(progress=False)
-    [event] = events(tmp_path / "run", "error")
-    assert (event["round"], event["error"]) == (1, "NotFiniteError")
-    assert "(time_left) of the observation of env 0 is nan" in event["message"]
-    with Trainer(quick_config(), tmp_path / "run", resume=True).folder:
-        pass
-    assert events(tmp_path / "run", "error") == [], "it belongs to a round that will be repeated"
+    *_, ended = read_lines(tmp_path / "run" / SESSIONS)
+    assert (ended["kind"], ended["round"]) == ("ended", 1)
+    assert "NotFiniteError: column 0 (time_left) of the observation of env 0 is nan" in ended["why"]
 
 
 def test_a_resumed_run_remembers_its_alarms(tmp_path: Path) -> None:

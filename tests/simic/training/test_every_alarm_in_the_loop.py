@@ -298,7 +298,7 @@ PROVOCATIONS = [
     Provocation(claim(2.0, -0.5), [Expected("ransomware", 1, "suspected of ransomware is 1 (limit 0.25) (")], hosts=8),
     Provocation(break_a_host, [Expected("panics", 1, "panics per episode is 0.5 (limit 0.1)")]),
 ]
-DRIFT = Expected("gradient_drift", 2, "factor between the typical gradient norm and its usual one is ")
+DRIFT = Expected("gradient_drift", 3, "factor between the typical gradient norm and its usual one is ")
 """Needs a longer past than the others: see below."""
 
 

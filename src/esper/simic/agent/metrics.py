@@ -43,9 +43,6 @@ class PPOUpdateMetrics:
     joint_ratio_min: float
     pre_clip_grad_norm: float
     """Largest global norm before clipping."""
-    typical_grad_norm: float
-    """Geometric mean of the global norms before clipping: one minibatch in sixteen may be ten times as large as the
-    others and move it by a sixth. NaN where none is finite."""
     clip_factor: float
     """Mean factor that clipping applied; 1: none."""
     minibatches_taken: int

@@ -104,7 +104,6 @@ def summarise(lesson: Lesson, record: UpdateRecord, agent: "PPOAgent") -> PPOUpd
         joint_ratio_max=float(seen["high"].max().exp()),
         joint_ratio_min=float(seen["low"].min().exp()),
         pre_clip_grad_norm=float(seen["norm"].max()),
-        typical_grad_norm=float(seen["norm"][finite].log().mean().exp()),
         clip_factor=float(_mean(seen["factor"], finite)),
         minibatches_taken=int(taken.sum()),
         minibatches_not_finite=int((~finite).sum()),

@@ -69,15 +69,20 @@ class AnomalyDetector:
             raise BadValueError(f"round {round_index} after round {self._last_round}: each is looked at once, in order")
         self._last_round = round_index
         facts = facts if facts is not None else RoundFacts()
-        sight = Sight(metrics, facts, self.limits, self._drift(metrics.typical_grad_norm), self.ppo.clip_norm)
+        sight = Sight(metrics, facts, self.limits, self._drift(metrics.clip_factor), self.ppo.clip_norm)
         judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(sight))
         return tuple(alarm for alarm in judged if alarm is not None)
 
-    def _drift(self, norm: float) -> float | None:
+    def _drift(self, clip_factor: float) -> float | None:
         """None as long as nothing is usual yet, and for norms that other alarms are about: after taking those in,
-        ordinary ones would look like drift."""
-        if not self.limits.gradient_low <= norm / self.ppo.clip_norm <= self.limits.gradient_high:
+        ordinary ones would look like drift.
+
+        The typical norm of an update is clip norm / mean factor: the harmonic mean over its minibatches, where a norm
+        that is not clipped counts as the clip norm. One minibatch that is ten times the others hardly moves it.
+        """
+        if not 1 / self.limits.gradient_high <= clip_factor <= 1:
             return None
+        norm = self.ppo.clip_norm / clip_factor
         known = self._tracker.state.count >= self.limits.drift_warmup
         drift = self._tracker.observe(norm)
         return drift if known else None

@@ -12,7 +12,7 @@ from esper.simic.telemetry.alarms import Reading, Sight, Verdict, above, below
 from esper.simic.telemetry.limits import AlarmLimits
 from esper.simic.telemetry.ratios import JOINT
 
-GRADIENT_FIELDS = ("pre_clip_grad_norm", "typical_grad_norm", "clip_factor", "grad_norm")
+GRADIENT_FIELDS = ("pre_clip_grad_norm", "clip_factor", "grad_norm")
 
 
 def read_numbers(sight: Sight) -> Iterator[Reading]:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from esper.leyline import LifecycleOp, SlotConfig
 from esper.leyline.records import Json, encode
-from esper.nissa import AlarmRaised, EpisodeEnded, JsonLines, Panicked, RoundMeasured, StageChanged, as_line
+from esper.nissa import (
+    AlarmRaised,
+    EpisodeEnded,
+    JsonLines,
+    Panicked,
+    RoundExamined,
+    RoundMeasured,
+    StageChanged,
+    as_line,
+)
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, DetailReport, RoundFacts, SpanTotal, worst_health
 from esper.simic.training.collect import RoundRecord
@@ -93,7 +102,7 @@ def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> list[AlarmRaised
 
 def write_detail(events: JsonLines, round_index: int, report: DetailReport) -> None:
     """A round looked at closely."""
-    events.write(kind="detail", round=round_index, **_short(encode(report)))
+    events.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
 
 
 def timing_of(spans: Mapping[str, SpanTotal]) -> dict[str, Json]:

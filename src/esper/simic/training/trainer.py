@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from esper.leyline import BadValueError, EsperError, StorageError, derive_seed, head_preset
+from esper.leyline import BadValueError, StorageError, derive_seed, head_preset
 from esper.leyline.interrupts import termination_interrupts
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import encode
@@ -117,9 +117,6 @@ class Trainer:
             except StorageError as error:
                 whole = "the run is whole up to its last checkpoint"
                 raise StorageError(f"{error}; {whole}, go on with --resume {self.folder.path}") from error
-            except EsperError as error:
-                self.folder.events.write(kind="error", round=self.round, error=type(error).__name__, message=str(error))
-                raise
         if losses := self.hub.losses():
             print(f"{losses}; the log in {self.folder.path} has everything")
 
