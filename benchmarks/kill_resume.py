@@ -107,7 +107,7 @@ class Bench:
     def __init__(self, task: str, settings: dict[str, int]) -> None:
         self.task, self.settings = task, settings
         self.context = get_context("forkserver")
-        self.context.set_forkserver_preload(["__main__", __name__, "sklearn.datasets"])
+        self.context.set_forkserver_preload(["__main__", "esper.simic.training.trainer", "sklearn.datasets"])
 
     def start(self, folder: Path, kill: Kill | None = None) -> bool:
         """Train in a folder; whether it was killed."""
