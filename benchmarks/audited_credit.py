@@ -100,7 +100,7 @@ class Halves:
         """On the first half: main rows, and the rows with one acting seed silenced (or a TRAINING one acting)."""
         rows, whose = self.fleet.evaluation_rows()
         scores = score_rows(self.fleet, rows, self.first, self.calibration)
-        return scores[: -len(whose) or None], dict(zip(whose, scores[len(scores) - len(whose) :], strict=True))
+        return scores[: self.fleet.n], {seed: scores[row] for row, seed in whose.items()}
 
     def networks(self) -> list[RowScore]:
         """On the second half: all hosts as they are."""

@@ -21,11 +21,10 @@ from esper.kasmina.layers import (
     Scale,
     SelfAttention,
     Statistics,
-    fold_rows,
     max_pool,
     reset_parameters,
-    unfold_rows,
 )
+from esper.kasmina.row_layout import fold_rows, unfold_rows
 from esper.leyline import TOPOLOGIES, Topology
 
 ROWS = (2, 3, 5)

@@ -216,9 +216,11 @@ def gradients_of(fleet: HostFleet, env: int) -> dict[str, Tensor]:
     found = {f"body.host.{name}": leaf.grad[env] for name, leaf in leaves.items() if leaf.grad is not None}
     for slot_id, state in fleet.states[env].items():
         if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES:
-            for name, leaf in fleet.banks[slot_id, str(state.blueprint)].weights.leaves.items():
-                if leaf.grad is not None and (state.style == "gate" or not name.startswith("gate.")):
-                    found[f"body.slots.{slot_id}.{name}"] = leaf.grad[env]
+            weights = fleet.banks[slot_id, str(state.blueprint)].weights
+            gradient = weights.gradient()[env]
+            for name, columns in weights.columns.items():
+                if state.style == "gate" or not name.startswith("gate."):
+                    found[f"body.slots.{slot_id}.{name}"] = gradient[columns].view(weights.shapes[name])
     return found
 
 
@@ -291,7 +293,8 @@ def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
     inputs = samples.inputs.double() if samples.inputs.is_floating_point() else samples.inputs
     calibration = calibration.double() if calibration.is_floating_point() else calibration
     asked: list[tuple[int, dict[str, Role]]] = [(env, {}) for env in range(fleet.n)]
-    for env, slot_id in whose:
+    assert list(whose) == list(range(fleet.n, len(rows)))
+    for env, slot_id in whose.values():
         acts = fleet.states[env][slot_id].stage in ACTIVE_STAGES
         asked.append((env, {slot_id: Role.SILENT if acts else Role.SHADOW}))
     for row, (env, roles) in zip(together, asked, strict=True):

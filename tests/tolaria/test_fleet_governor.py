@@ -109,7 +109,7 @@ def nan_gradient(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
 @contextmanager
 def nan_seed_gradient(fleet: HostFleet, samples: Samples) -> Iterator[Samples]:
     """The same for a seed in TRAINING, whose loss is nobody else's."""
-    handle = fleet.banks["r1c0", "conv_light"].weights.leaves["seed.scale.weight"].register_hook(spoil)
+    handle = fleet.banks["r1c0", "conv_light"].weights.whole.register_hook(spoil)
     yield samples
     handle.remove()
 

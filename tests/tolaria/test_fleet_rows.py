@@ -11,12 +11,21 @@ from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet
 from esper.tolaria.banks import bucket
-from esper.tolaria.rows import START, Rows
+from esper.tolaria.rows import START, Act, Plan, Rows
 
 
 @pytest.mark.parametrize(
     ("counts", "size"),
-    [((0,), 0), ((1, 4), 4), ((5, 8), 8), ((9, 16), 16), ((17, 32), 32), ((33, 48), 48), ((49, 64), 64)],
+    [
+        ((0,), 0),
+        ((1, 4), 4),
+        ((5, 8), 8),
+        ((9, 12), 12),
+        ((13, 16), 16),
+        ((17, 24), 24),
+        ((33, 48), 48),
+        ((49, 64), 64),
+    ],
 )
 def test_buckets_of_the_table(counts: tuple[int, ...], size: int) -> None:
     """The smallest that holds so many."""
@@ -42,12 +51,12 @@ def bring(fleet: HostFleet, env: int, slot_id: str, stage: SeedStage, blueprint:
         fleet.advance(env, slot_id)
 
 
-def acting(rows: Rows) -> list[tuple[int, str, str, int]]:
+def acting(acts: dict[int, list[Act]]) -> list[tuple[int, str, str, int]]:
     """(place, slot, blueprint, row) of everything that really acts."""
     return [
         (place, act.bank.slot.slot_id, act.bank.blueprint, row)
-        for place, acts in sorted(rows.acts.items())
-        for act in acts
+        for place, found in sorted(acts.items())
+        for act in found
         for row, valid in zip(act.rows.tolist(), act.valid.tolist(), strict=True)
         if valid
     ]
@@ -55,9 +64,9 @@ def acting(rows: Rows) -> list[tuple[int, str, str, int]]:
 
 def test_a_bare_fleet_has_main_rows_alone() -> None:
     """One row per env, from the input on; nothing acts."""
-    main, shadow = bare().plan
+    main, shadow, acts = bare().plan
     assert shadow is None
-    assert main.acts == {}
+    assert main.acts == acts == {}
     assert main.env.tolist() == list(range(8))
     assert [birth.place for birth in main.births] == [START]
     assert main.whole_fleet
@@ -75,16 +84,16 @@ def test_a_seed_that_waits_costs_nothing() -> None:
     """GERMINATED: no shadow row, no act."""
     fleet = bare()
     bring(fleet, 3, "r1c0", SeedStage.GERMINATED)
-    main, shadow = fleet.plan
+    main, shadow, acts = fleet.plan
     assert shadow is None
-    assert main.acts == {}
+    assert main.acts == acts == {}
 
 
 def test_a_seed_that_trains_has_a_shadow_row() -> None:
     """Born at its slot from its own env, padded to a bucket of four; the main rows do not know of it."""
     fleet = bare()
     bring(fleet, 3, "r1c1", SeedStage.TRAINING)
-    main, shadow = fleet.plan
+    main, shadow, acts = fleet.plan
     assert main.acts == {}
     assert shadow is not None
     assert shadow.valid is not None
@@ -92,22 +101,22 @@ def test_a_seed_that_trains_has_a_shadow_row() -> None:
     (birth,) = shadow.births
     assert birth.place == fleet.places["r1c1"]
     assert birth.parents[0] == shadow.env[0] == 3
-    assert acting(shadow) == [(birth.place, "r1c1", "conv_light", 0)]
-    (act,) = shadow.acts[birth.place]
+    assert acting(acts) == [(birth.place, "r1c1", "conv_light", fleet.n)], "behind the main rows"
+    (act,) = acts[birth.place]
     assert act.strength[0] == 1.0, "a shadow acts in full"
-    assert not act.detached
+    assert act.learns.tolist() == [True, False, False, False]
 
 
 def test_a_seed_that_acts_is_in_the_main_row_alone() -> None:
     """BLENDING: at its alpha, no shadow row."""
     fleet = bare()
     bring(fleet, 3, "r1c1", SeedStage.BLENDING)
-    main, shadow = fleet.plan
+    main, shadow, acts = fleet.plan
     assert shadow is None
     place = fleet.places["r1c1"]
-    assert acting(main) == [(place, "r1c1", "conv_light", 3)]
-    assert float(main.acts[place][0].strength[0]) == pytest.approx(1 / 3)
-    assert main.acts[place][0].rows.tolist() == [3, 3, 3, 3], "padding points at a row that is there"
+    assert acting(main.acts) == acting(acts) == [(place, "r1c1", "conv_light", 3)]
+    assert float(acts[place][0].strength[0]) == pytest.approx(1 / 3)
+    assert acts[place][0].rows.tolist() == [3, 3, 3, 3], "padding points at a row that is there"
 
 
 def test_shadows_of_all_slots_are_one_pass() -> None:
@@ -117,7 +126,7 @@ def test_shadows_of_all_slots_are_one_pass() -> None:
         bring(fleet, env, "r1c2", SeedStage.TRAINING)
     bring(fleet, 6, "r1c0", SeedStage.TRAINING, "norm")
     bring(fleet, 6, "r1c1", SeedStage.BLENDING, "depthwise")
-    _, shadow = fleet.plan
+    _, shadow, acts = fleet.plan
     assert shadow is not None
     assert shadow.valid is not None
     assert [(birth.place, len(birth.parents)) for birth in shadow.births] == [
@@ -125,19 +134,21 @@ def test_shadows_of_all_slots_are_one_pass() -> None:
         (fleet.places["r1c2"], 8),
     ]
     assert shadow.env[shadow.valid].tolist() == [6, 0, 1, 2, 3, 4]
-    assert acting(shadow) == [
-        (fleet.places["r1c0"], "r1c0", "norm", 0),
-        (fleet.places["r1c1"], "r1c1", "depthwise", 0),
-        *((fleet.places["r1c2"], "r1c2", "conv_light", row) for row in range(4, 9)),
+    n = fleet.n
+    assert acting(acts) == [
+        (fleet.places["r1c0"], "r1c0", "norm", n),
+        (fleet.places["r1c1"], "r1c1", "depthwise", 6),
+        (fleet.places["r1c1"], "r1c1", "depthwise", n),
+        *((fleet.places["r1c2"], "r1c2", "conv_light", n + row) for row in range(4, 9)),
     ]
-    (passing,) = shadow.acts[fleet.places["r1c1"]]
-    assert passing.detached, "a shadow trains its own seed alone"
+    (both,) = acts[fleet.places["r1c1"]]
+    assert both.learns.tolist() == [True, False, False, False], "a shadow trains its own seed alone"
 
 
 def test_only_training_seeds_are_paid_for() -> None:
     """The grown fleet: a valid shadow row for each of its TRAINING seeds, a main act for each that acts, no more."""
     fleet = make_fleet(task_of("cnn"))
-    main, shadow = fleet.plan
+    main, shadow, acts = fleet.plan
     slots = fleet.task.slot_ids
     training = [(s.env, s.slot) for s in SEEDLINGS["cnn"] if s.stage is SeedStage.TRAINING]
     active = sorted((s.env, slots[s.slot]) for s in SEEDLINGS["cnn"] if s.stage in ACTIVE_STAGES)
@@ -147,21 +158,23 @@ def test_only_training_seeds_are_paid_for() -> None:
     assert sorted(shadow.env[shadow.valid].tolist()) == sorted(env for env, _ in training)
     places = [sum(slot == index for _, slot in training) for index in range(3)]
     assert [len(birth.parents) for birth in shadow.births] == [bucket(count) for count in places]
-    assert sorted((row, slot_id) for _, slot_id, _, row in acting(main)) == active
+    assert sorted((row, slot_id) for _, slot_id, _, row in acting(main.acts)) == active
+    on_main = sorted((row, slot_id) for _, slot_id, _, row in acting(acts) if row < fleet.n)
+    assert on_main == active
 
 
 def test_evaluation_rows() -> None:
     """Without padding: the main rows, a shadow per TRAINING seed, an ablation per acting one, where they differ."""
     fleet = make_fleet(task_of("cnn"))
     rows, whose = fleet.evaluation_rows()
-    stages = [fleet.states[env][slot_id].stage for env, slot_id in whose]
     seedlings = [s for s in SEEDLINGS["cnn"] if s.stage is SeedStage.TRAINING or s.stage in ACTIVE_STAGES]
     assert len(rows) == fleet.n + len(seedlings)
-    assert sorted(whose) == sorted((s.env, fleet.task.slot_ids[s.slot]) for s in seedlings)
-    assert rows.env[fleet.n :].tolist() == [env for env, _ in whose]
-    own = {(slot_id, row) for _, slot_id, _, row in acting(rows)}
-    for row, ((_, slot_id), stage) in enumerate(zip(whose, stages, strict=True), fleet.n):
-        assert ((slot_id, row) in own) == (stage is SeedStage.TRAINING)
+    assert list(whose) == list(range(fleet.n, len(rows)))
+    assert sorted(whose.values()) == sorted((s.env, fleet.task.slot_ids[s.slot]) for s in seedlings)
+    own = {(slot_id, row) for _, slot_id, _, row in acting(rows.acts)}
+    for row, (env, slot_id) in whose.items():
+        assert rows.env[row] == env
+        assert ((slot_id, row) in own) == (fleet.states[env][slot_id].stage is SeedStage.TRAINING)
     place_of = {birth.place: len(birth.parents) for birth in rows.births[1:]}
     assert sum(place_of.values()) == len(whose)
 
@@ -195,20 +208,26 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[HostFleet], list[int]]
     return watch
 
 
-def test_passes_of_a_minibatch(counted: Callable[[HostFleet], list[int]]) -> None:
-    """One where nothing trains; with shadows two, whatever the number of slots."""
+def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One walk, with shadows beside the main rows, whatever the number of slots; each bank acts once."""
     fleet = bare()
-    passes = counted(fleet)
+    walks: list[tuple[int, int, int]] = []
+    walk = fleet.host.train
+
+    def noting(plan: Plan, x: Tensor) -> object:
+        walks.append((len(x), 0 if plan.shadow is None else len(plan.shadow), sum(map(len, plan.acts.values()))))
+        return walk(plan, x)
+
+    monkeypatch.setattr(fleet.host, "train", noting)
     samples = fleet.draw(0)
     fleet.train_minibatch(samples, 0.1)
-    assert passes == [8]
     bring(fleet, 2, "r1c0", SeedStage.BLENDING)
     fleet.train_minibatch(samples, 0.1)
-    assert passes == [8, 8]
     bring(fleet, 2, "r1c1", SeedStage.TRAINING)
     bring(fleet, 3, "r1c2", SeedStage.TRAINING)
+    bring(fleet, 4, "r1c0", SeedStage.TRAINING)
     fleet.train_minibatch(samples, 0.1)
-    assert passes == [8, 8, 8, 8]  # two buckets of four shadows
+    assert walks == [(8, 0, 0), (8, 0, 1), (8, 12, 3)]  # three buckets of four shadows
 
 
 def test_passes_of_a_validation(counted: Callable[[HostFleet], list[int]]) -> None:

@@ -87,7 +87,7 @@ def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
         (gradient,) = torch.autograd.grad(loss, born)
         norms.append(float(gradient.norm()))
     # Offers are relative to each env's largest; this is what they are before that.
-    done = fleet.host.run(fleet.plan[0], inputs, train=True, tapped=fleet.places.values(), attached=True)
+    done = fleet.host.run(fleet.plan.main, inputs, train=True, tapped=fleet.places.values())
     stream = done.taps[fleet.places[slot_id]]
     (g,) = torch.autograd.grad(row_losses(done.output, targets).sum(), [stream])
     raw = Prober(fleet)._offers(slot_id, stream.detach(), g)[:3, names.index(blueprint)]

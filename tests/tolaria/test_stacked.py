@@ -11,7 +11,7 @@ from torch import Size, Tensor, nn
 
 import esper
 from esper.tolaria import OptimiserConfig
-from esper.tolaria.stacked import StackedOptimizer, StackedWeights, per_member
+from esper.tolaria.stacked import MemberWeights, StackedOptimizer, StackedWeights, per_member
 
 SHAPES = {"kernel": Size((3, 2)), "bias": Size((3,)), "scale": Size(())}
 MEMBERS = 4
@@ -230,3 +230,23 @@ def test_no_loss_scaling() -> None:
     source = Path(next(iter(esper.__path__)))
     found = [path.name for path in source.rglob("*.py") if "GradScaler" in path.read_text(encoding="utf-8")]
     assert found == []
+
+
+def test_members_are_taken_and_learn_where_they_are_to() -> None:
+    """By name and contiguous, in the dtype that is asked for; a gradient comes back for those that learn alone."""
+    weights = MemberWeights(MEMBERS, SHAPES, CPU, torch.float64)
+    weights.matrix.copy_(torch.arange(weights.matrix.numel()).view_as(weights.matrix))
+    members, learns = torch.tensor([2, 0, 2, 3]), torch.tensor([True, False, False, True])
+    taken = weights.take(members, learns, torch.float32)
+    for name, part in taken.items():
+        assert part.is_contiguous()
+        assert part.dtype == torch.float32
+        assert torch.equal(part.double(), weights.leaves[name][members])
+    assert weights.gradient().eq(0).all(), "nothing came by yet"
+    (2 * taken["kernel"].sum() + taken["scale"].sum()).backward()
+    row = torch.zeros(weights.matrix.shape[1], dtype=torch.float64)
+    row[weights.columns["kernel"]], row[weights.columns["scale"]] = 2, 1
+    expected = torch.stack([0 * row, 0 * row, row, row])
+    assert torch.equal(weights.gradient(), expected)
+    weights.zero_grad()
+    assert weights.gradient().eq(0).all()

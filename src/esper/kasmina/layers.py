@@ -5,15 +5,14 @@ A module built from these layers is an ordinary module while its weights have th
 networks side by side. Hosts and blueprints are therefore written once and serve a single network, a fleet and the
 exported model. A layer knows which of the two it is from the number of axes of its weights.
 
-Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, channels last on CUDA, so that a
-grouped convolution and the norms see them without a copy; only the functions with `rows` in their names know this.
+How the images of R rows lie in memory is the matter of `row_layout`.
 
 Whether a call trains is an argument of the call, and BatchNorm returns the statistics of its batch instead of writing
 them: the caller decides which rows may write (`write_statistics`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,54 +20,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from esper.kasmina.row_layout import BACK, STORED, fold_rows, unfold_rows
+
 Statistics = dict[str, Tensor]
 """Buffer name → the value which this batch alone would give it."""
 
 BATCH_NORM_MOMENTUM = 0.1
-
-
-# Axes (rows, batch, channels, height, width) in the order of memory: on CUDA a grouped convolution then sees
-# channels-last images, on the CPU contiguous ones.
-_STORED = {"cuda": (1, 3, 4, 0, 2), "cpu": (1, 0, 2, 3, 4)}
-_BACK = {"cuda": (3, 0, 4, 1, 2), "cpu": (1, 0, 2, 3, 4)}
-_ROW_AXIS = {"cuda": 3, "cpu": 1}
-
-
-def fold_rows(x: Tensor) -> Tensor:
-    """(R, B, C, H, W) → (B, R·C, H, W); a view where the rows are stored that way, a copy elsewhere."""
-    folded = x.transpose(0, 1).flatten(1, 2)
-    return folded.contiguous(memory_format=torch.channels_last) if x.device.type == "cuda" else folded
-
-
-def unfold_rows(x: Tensor, rows: int) -> Tensor:
-    """(B, R·C, H, W) → (R, B, C, H, W), always a view."""
-    batch, channels, height, width = x.shape
-    return x.view(batch, rows, channels // rows, height, width).transpose(0, 1)
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows of these numbers, in the layout that rows are stored in."""
-    if x.dim() != 5:
-        return x.index_select(0, rows)
-    kind = x.device.type
-    return x.permute(_STORED[kind]).index_select(_ROW_AXIS[kind], rows).permute(_BACK[kind])
-
-
-def add_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """`x` with `values` added to the rows of these numbers; a number may occur several times."""
-    if x.dim() != 5:
-        return x.index_add(0, rows, values)
-    kind = x.device.type
-    added = x.permute(_STORED[kind]).index_add(_ROW_AXIS[kind], rows, values.permute(_STORED[kind]))
-    return added.permute(_BACK[kind])
-
-
-def cat_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Rows behind rows."""
-    if parts[0].dim() != 5:
-        return torch.cat(list(parts), 0)
-    kind = parts[0].device.type
-    return torch.cat([part.permute(_STORED[kind]) for part in parts], _ROW_AXIS[kind]).permute(_BACK[kind])
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
@@ -183,17 +140,23 @@ class Conv2d(Layer):
         """
         from esper.kasmina.kernels import mix_channels, resize_channels  # triton comes with CUDA builds only
 
-        stored = x.permute(_STORED["cuda"])  # channels are the last axis of memory
+        stored = x.permute(STORED["cuda"])  # channels are the last axis of memory
         if self.kernel_size == 1:
-            return mix_channels(stored, weight.flatten(2)).permute(_BACK["cuda"])
+            return mix_channels(stored, weight.flatten(2)).permute(BACK["cuda"])
         if self.inputs == self.outputs:
-            return self._grouped(x, weight)
+            return self._cuda_same(x, weight)
         size = max(self.inputs, self.outputs)
         weight = F.pad(weight, (0, 0, 0, 0, 0, size - self.inputs, 0, size - self.outputs))
-        y = self._grouped(resize_channels(stored, size).permute(_BACK["cuda"]), weight)
+        y = self._cuda_same(resize_channels(stored, size).permute(BACK["cuda"]), weight)
         if self.outputs == size:
             return y
-        return resize_channels(y.permute(_STORED["cuda"]), self.outputs).permute(_BACK["cuda"])
+        return resize_channels(y.permute(STORED["cuda"]), self.outputs).permute(BACK["cuda"])
+
+    def _cuda_same(self, x: Tensor, weight: Tensor) -> Tensor:
+        from esper.kasmina.row_kernels import same_conv
+
+        rows = weight.shape[0]
+        return unfold_rows(same_conv(fold_rows(x), weight.flatten(0, 1), rows), rows)
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, kernel_size={self.kernel_size}, groups={self.groups}"
@@ -315,7 +278,12 @@ class GroupNorm(_AffineNorm):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 1:
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-        rows = x.shape[0]
+        rows, wide = x.shape[0], self.width // self.groups
+        if x.device.type == "cuda" and x.dtype != torch.float64 and wide & (wide - 1) == 0:
+            from esper.kasmina.row_kernels import group_norm_stored
+
+            stored = x.permute(STORED["cuda"])
+            return group_norm_stored(stored, self.weight, self.bias, self.groups, self.eps).permute(BACK["cuda"])
         # Each row's channels are contiguous, so its groups are too.
         y = F.group_norm(fold_rows(x), rows * self.groups, self.weight.flatten(), self.bias.flatten(), self.eps)
         return unfold_rows(y, rows)
@@ -401,4 +369,8 @@ class Scale(Layer):
         self.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 5 and x.device.type == "cuda" and x.dtype != torch.float64 and self.weight.dim() == 2:
+            from esper.kasmina.row_kernels import scale_stored
+
+            return scale_stored(x.permute(STORED["cuda"]), self.weight).permute(BACK["cuda"])
         return x * per_channel(self.weight, x)

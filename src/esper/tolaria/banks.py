@@ -10,10 +10,10 @@ from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import RowCall
 from esper.kasmina.lifecycle import SeedState
 from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec
-from esper.tolaria.stacked import StackedOptimizer, StackedWeights, per_member
+from esper.tolaria.stacked import MemberWeights, StackedOptimizer, per_member
 from esper.tolaria.tasks import OptimiserConfig
 
-BUCKETS = (0, 4, 8, 16, 32, 48, 64)
+BUCKETS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32
 """Beyond the table, sizes are multiples of this."""
 
@@ -47,7 +47,7 @@ class Bank:
         self.graft = self._fresh(None).to(device=device, dtype=dtype)
         self._parts = {part: RowCall(module) for part, module in self.graft.items()}
         shapes = {name: parameter.shape for name, parameter in self.graft.named_parameters()}
-        self.weights = StackedWeights(envs, shapes, device, dtype)
+        self.weights = MemberWeights(envs, shapes, device, dtype)
         self.optimizer = StackedOptimizer(config, self.weights)
         self.styles: frozenset[str] = frozenset()
         self.style = torch.zeros(envs, dtype=torch.int64, device=device)
@@ -101,19 +101,22 @@ class Bank:
             if name.startswith("gate."):
                 self.used[:, columns] = gated[:, None]
 
-    def effect(self, h: Tensor, members: Tensor, strength: Tensor, valid: Tensor, *, detached: bool) -> Tensor:
-        """What these members add to h (E, B, …); exactly 0 where not valid."""
-        weights = {
-            name: (leaf.detach() if detached else leaf).index_select(0, members).to(h.dtype)
-            for name, leaf in self.weights.leaves.items()
-        }
-        effect = delta = self._call("seed", weights, h)
-        style = self.style.index_select(0, members)
-        if "multiply" in self.styles:
+    def effect(self, h: Tensor, members: Tensor, strength: Tensor, valid: Tensor, learns: Tensor) -> Tensor:
+        """What these members add to h (E, B, …); exactly 0 where not valid. Their weights get gradient where they
+        learn."""
+        weights = self.weights.take(members, learns, h.dtype)
+        delta = self._call("seed", weights, h)
+        gate = self._call("gate", weights, h) if "gate" in self.styles else None
+        style, multiplies = self.style.index_select(0, members), "multiply" in self.styles
+        if h.dim() == 5 and h.device.type == "cuda" and h.dtype != torch.float64:
+            from esper.tolaria.blend_kernel import blend_images  # needs triton, which only CUDA builds bring along
+
+            return blend_images(h, delta, gate, style, strength, valid, multiplies=multiplies)
+        effect = delta
+        if multiplies:
             effect = torch.where(per_member(style == BLEND_STYLES.index("multiply"), h), h * torch.tanh(delta), effect)
-        if "gate" in self.styles:
-            gated = self._call("gate", weights, h) * delta
-            effect = torch.where(per_member(style == BLEND_STYLES.index("gate"), h), gated, effect)
+        if gate is not None:
+            effect = torch.where(per_member(style == BLEND_STYLES.index("gate"), h), gate * delta, effect)
         effect = per_member(strength, h).to(effect.dtype) * effect
         return torch.where(per_member(valid, effect), effect, 0.0)
 

@@ -35,7 +35,7 @@ from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measure import FleetComparison, measure, measure_committed
 from esper.tolaria.needs import PassNeeds, default_budget
 from esper.tolaria.passes import PassResult, StackedHost
-from esper.tolaria.planning import eval_rows, main_rows, shadow_rows
+from esper.tolaria.planning import eval_rows, make_plan
 from esper.tolaria.rows import LEAST_ROWS, Plan, Rows
 from esper.tolaria.shortage import memory_guard
 from esper.tolaria.snapshots import SnapshotStore
@@ -187,19 +187,17 @@ class HostFleet(Lifecycles):
 
     def run_minibatch(self, plan: Plan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
         """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
-        main, shadow = plan
         for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
             weights.zero_grad()
         inputs, targets = samples
-        tapped = () if shadow is None else {birth.place for birth in shadow.births}
-        done = self.host.run(main, inputs, train=True, tapped=tapped)
+        done, beside = self.host.train(plan, inputs)
         losses = row_losses(done.output, targets)
         total = losses.sum()
-        if shadow is not None:
-            assert shadow.valid is not None
-            seen = self.host.run(shadow, None, train=True, streams=done.taps)
-            shadow_losses = row_losses(seen.output, targets.index_select(0, shadow.env))
-            total = total + shadow_losses.where(shadow.valid, 0.0).sum()
+        if beside is not None:
+            assert plan.shadow is not None
+            assert plan.shadow.valid is not None
+            shadow_losses = row_losses(beside, targets.index_select(0, plan.shadow.env))
+            total = total + shadow_losses.where(plan.shadow.valid, 0.0).sum()
         total.backward()
         finite, update_ratio = self._step(rate, warm)
         self._write_statistics(done)
@@ -212,9 +210,11 @@ class HostFleet(Lifecycles):
         rates = rate * self.rate_scale
         norms = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
         finite = norms.gradient.isfinite()
-        for key in self.busy_banks():
-            self._norms[key] = self.banks[key].step(rates, warm)
-            finite = finite & self._norms[key].isfinite()
+        with self.host.lanes.over(self.busy_banks()) as busy:
+            found = {key: self.banks[key].step(rates, warm) for key in busy}
+        self._norms.update(found)
+        if found:
+            finite = finite & torch.stack(list(found.values())).isfinite().all(0)
         return finite, norms.update_ratio
 
     def norms(self) -> dict[tuple[str, str], Tensor]:
@@ -291,7 +291,7 @@ class HostFleet(Lifecycles):
                     if states[slot_id].blueprint == blueprint
                 }
                 bank.settle(seeds, self.host.buffers["conductance"][:, self.places[slot_id]])
-            self._plan = main_rows(self), shadow_rows(self)
+            self._plan = make_plan(self)
         return self._plan
 
     def group_size(self, group: tuple[object, ...], count: int) -> int:
@@ -324,14 +324,16 @@ class HostFleet(Lifecycles):
         }
         return [key for key in self.banks if key in busy]
 
-    def evaluation_rows(self) -> tuple[Rows, list[tuple[int, str]]]:
-        """Main rows with a shadow row per TRAINING seed and an ablation row per acting one, and whose these are."""
+    def evaluation_rows(self) -> tuple[Rows, dict[int, tuple[int, str]]]:
+        """Main rows with a shadow row per TRAINING seed and an ablation row per acting one, and whose these are by
+        their number. On CUDA there is padding between them."""
         _ = self.plan
         return eval_rows(self, range(len(self.host.weights)))
 
     def shadows_per_host(self) -> float:
         """Shadow rows with their padding, as last planned."""
-        return 0.0 if self._plan is None or self._plan[1] is None else len(self._plan[1]) / self.n
+        shadow = None if self._plan is None else self._plan.shadow
+        return 0.0 if shadow is None else len(shadow) / self.n
 
     def tick(self) -> list[tuple[int, StageChange]]:
         self.step_index += 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esper.tolaria.batches import Samples
-from esper.tolaria.rows import Plan, Rows
+from esper.tolaria.rows import Plan
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -30,29 +30,24 @@ Structure = tuple[object, ...]
 
 def structure(plan: Plan) -> Structure:
     """What must be equal for one graph to serve two plans."""
-    return tuple(None if rows is None else _structure(rows) for rows in plan)
-
-
-def _structure(rows: Rows) -> Structure:
-    births = tuple((birth.place, len(birth.parents)) for birth in rows.births)
+    births = () if plan.shadow is None else tuple((birth.place, len(birth.parents)) for birth in plan.shadow.births)
     acts = tuple(
-        (place, act.bank.slot.slot_id, act.bank.blueprint, len(act.rows), act.bank.styles, act.detached, act.silent)
-        for place, found in sorted(rows.acts.items())
+        (place, act.bank.slot.slot_id, act.bank.blueprint, len(act.rows), act.bank.styles, act.silent)
+        for place, found in sorted(plan.acts.items())
         for act in found
     )
     return births, acts
 
 
 def plan_tensors(plan: Plan) -> list[Tensor]:
-    """All tensors of a plan, in an order that depends on its structure alone."""
+    """All tensors that a minibatch reads of a plan, in an order that depends on its structure alone."""
     tensors = []
-    for rows in plan:
-        if rows is not None:
-            tensors += [rows.env, *(birth.parents for birth in rows.births)]
-            tensors += [] if rows.valid is None else [rows.valid]
-            for _, found in sorted(rows.acts.items()):
-                for act in found:
-                    tensors += [act.rows, act.members, act.strength, act.valid]
+    if plan.shadow is not None:
+        assert plan.shadow.valid is not None
+        tensors += [plan.shadow.env, plan.shadow.valid, *(birth.parents for birth in plan.shadow.births)]
+    for _, found in sorted(plan.acts.items()):
+        for act in found:
+            tensors += [act.rows, act.members, act.strength, act.valid, act.learns]
     return tensors
 
 

@@ -35,12 +35,11 @@ def measure(fleet: "HostFleet", needs: PassNeeds, *, deployed: bool = True) -> F
     for part in needs.divide(everyone, fleet.validation_bytes):
         rows, whose = eval_rows(fleet, part.envs)
         scores = score_rows(fleet, rows, samples, calibration, chunk=part.chunk)
-        main, extras = scores[: len(part.envs)], scores[len(part.envs) :]
-        found.main.extend(main)
+        found.main.extend(scores[: len(part.envs)])
         if deployed:
             found.deployed.extend(score_rows(fleet, deployed_rows(fleet, part.envs), samples, None, chunk=part.chunk))
-        for (env, slot_id), row in zip(whose, extras, strict=True):
-            _note(fleet, found, env, slot_id, row)
+        for row, (env, slot_id) in whose.items():
+            _note(fleet, found, env, slot_id, scores[row])
     return found._replace(main=found.main[: fleet.n], deployed=found.deployed[: fleet.n])
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from esper.kasmina.layers import Statistics, take_rows
+from esper.kasmina.layers import Statistics
+from esper.kasmina.row_layout import take_rows
 from esper.tolaria.banks import Bank
 from esper.tolaria.batches import Samples
 from esper.tolaria.memory import PROBES, Need
@@ -79,7 +80,8 @@ class PassNeeds:
         if self.calibrating(rows, len(self.calibration)) > budget and len(envs) >= 2 * LEAST_PART:
             half = len(envs) // 2
             return self.divide(envs[:half], budget) + self.divide(envs[half:], budget)
-        chunk = bisect_right(range(1, CHUNK + 1), budget, key=lambda inputs: self.scoring(rows, inputs))
+        chunks = range(1, CHUNK[self.fleet.device.type] + 1)
+        chunk = bisect_right(chunks, budget, key=lambda inputs: self.scoring(rows, inputs))
         return [Part(envs, max(chunk, 1))]
 
     def calibrating(self, rows: Rows, inputs: int) -> int:
@@ -112,7 +114,7 @@ class PassNeeds:
 
             def run(inputs: int) -> Tensor:
                 taken = take_rows(stream[:, :inputs], members)
-                return bank.effect(taken, members, bank.full[:LEAST_ROWS], valid, detached=True)
+                return bank.effect(taken, members, bank.full[:LEAST_ROWS], valid, valid)
 
             self._banks[key] = Need.of(run)
         return self._banks[key]

@@ -1,6 +1,6 @@
-"""One pass: the rows of a fleet from the input to the output. The same function trains, validates and ablates."""
+"""One pass: the rows of a fleet from the input to the output, to train, validate, ablate and probe them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from esper.kasmina.cnn import ConvSegment, PooledSegment, PoolSegment
 from esper.kasmina.host import Host
-from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics, add_rows, cat_rows, take_rows
-from esper.tolaria.rows import START, Rows
+from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
+from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
+from esper.tolaria.lanes import Lanes
+from esper.tolaria.rows import Act, Plan, Rows
 from esper.tolaria.stacked import StackedWeights
 
 
 class PassResult(NamedTuple):
-    """Outputs (R, B, …), batch statistics per segment, and the streams behind the tapped places."""
+    """Outputs (R, B, …), batch statistics per segment, and the streams at the tapped places, before banks act."""
 
     output: Tensor
     statistics: list[Statistics]
@@ -47,7 +49,7 @@ class StackedHost:
         self.skeleton = hosts[0].to(device=device, dtype=dtype)
         joined = _joined(list(self.skeleton.segments), places)
         self._segments = [None if segment is None else RowCall(segment) for segment in joined]
-        self.compute = compute
+        self.compute, self.lanes = compute, Lanes(device)
         shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)
         self.buffers = {
@@ -85,41 +87,72 @@ class StackedHost:
     def run(
         self,
         rows: Rows,
-        x: Tensor | None,
+        x: Tensor,
         *,
         train: bool,
         statistics: list[Statistics] | None = None,
         tapped: Collection[int] = (),
-        attached: bool = False,
-        streams: Mapping[int, Tensor] | None = None,
     ) -> PassResult:
-        """From the input `x` (rows born at the start, B, …) to the output.
-
-        `statistics` replace the running ones; `streams` are where rows are born from instead of this pass's own. Taps
-        are detached unless they are to stay `attached`, for a gradient there.
-        """
+        """From the input `x` (rows born at the start, B, …) to the output; `statistics` replace the running ones."""
         births = {birth.place: birth.parents for birth in rows.births}
-        h = None if START not in births else x
-        taps: dict[int, Tensor] = {}
+        h, taps = x, dict[int, Tensor]()
         found: list[Statistics] = []
         for index, segment in enumerate(self._segments):
             found.append({})
-            if h is not None and segment is not None:
+            if segment is not None:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
                 h, found[index] = segment(state, h, train)
-            if h is not None and index in tapped:
-                taps[index] = h if attached else h.detach()
+            if index in tapped:
+                taps[index] = h
             if index in births:
-                source = h if streams is None else streams[index]
-                assert source is not None, "rows that are born without a stream"
-                born = take_rows(source, births[index])
-                h = born if h is None else cat_rows([h, born])
-            for act in rows.acts.get(index, ()):
-                assert h is not None, "a bank acts where there are no rows"
-                taken = take_rows(h.detach() if act.silent else h, act.rows)
-                effect = act.bank.effect(taken, act.members, act.strength, act.valid, detached=act.detached)
-                if act.silent:
-                    effect = effect - effect.detach()
-                h = add_rows(h, act.rows, effect)
-        assert h is not None, "a pass without rows"
+                h = cat_rows([h, take_rows(h, births[index])])
+            if index in rows.acts:
+                h = _acted(h, rows.acts[index], self.lanes)
         return PassResult(h, found, taps)
+
+    def train(self, plan: Plan, x: Tensor) -> tuple[PassResult, Tensor | None]:
+        """The main rows from the input `x` (R, B, …), and the outputs of the shadow rows that are born from them.
+
+        Both walk through the host side by side, as only main rows train it; where banks act they are one.
+        """
+        main, shadow, acts = plan
+        births = {} if shadow is None else {birth.place: birth.parents for birth in shadow.births}
+        h, beside = x, None
+        found: list[Statistics] = []
+        for index, segment in enumerate(self._segments):
+            found.append({})
+            if segment is not None:
+                h, found[index] = segment(self.segment_state(index, main, len(h)), h, True)
+                if beside is not None:
+                    assert shadow is not None
+                    beside, _ = segment(self.segment_state(index, shadow, len(beside)), beside, True)
+            if index in births:
+                born = take_rows(h.detach(), births[index])
+                beside = born if beside is None else cat_rows([beside, born])
+            if index in acts:
+                if beside is None:
+                    h = _acted(h, acts[index], self.lanes)
+                else:
+                    h, beside = split_rows(_acted(cat_rows([h, beside]), acts[index], self.lanes), len(h))
+        return PassResult(h, found, {}), beside
+
+
+def _acted(h: Tensor, acts: Sequence[Act], lanes: Lanes) -> Tensor:
+    """The streams with what all banks of one slot add. A row has one seed there, so no bank waits for another."""
+    if not torch.is_grad_enabled():
+        result = copy_rows(h)
+        for act in acts:
+            add_into_rows(result, act.rows, _effect(act, take_rows(h, act.rows)))
+        return result
+    heard = [act for act in acts if not act.silent]
+    h, taken = share_rows(h, [act.rows for act in heard], lanes.over)
+    with lanes.over(list(zip(heard, taken, strict=True))) as pairs:
+        effects = [_effect(act, rows) for act, rows in pairs]
+    silent = [act for act in acts if act.silent]
+    effects += [_effect(act, take_rows(h.detach(), act.rows)) for act in silent]
+    return add_rows(h, [act.rows for act in heard + silent], effects)
+
+
+def _effect(act: Act, taken: Tensor) -> Tensor:
+    effect = act.bank.effect(taken, act.members, act.strength, act.valid, act.learns)
+    return effect - effect.detach() if act.silent else effect

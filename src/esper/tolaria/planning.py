@@ -1,96 +1,112 @@
 """From the structure of a fleet to the rows of its passes."""
 
-from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
-from esper.kasmina import SeedState
 from esper.leyline import ACTIVE_STAGES, SeedStage
-from esper.tolaria.banks import Bank
-from esper.tolaria.rows import START, Act, Birth, Extra, Rows, indices
+from esper.tolaria.banks import Bank, bucket
+from esper.tolaria.rows import START, Act, Birth, Extra, Plan, Rows, indices
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
-Entry = tuple[int, int]
-"""(row, env of the member)"""
+
+class Entry(NamedTuple):
+    """A row, and the env whose seed changes it."""
+
+    row: int
+    env: int
+    full: bool = False
+    """At full strength, instead of that of its alpha."""
+    learns: bool = True
 
 
-def main_rows(fleet: "HostFleet") -> Rows:
-    """One row per env: the networks themselves. A bank whose seeds all wait or have shadows costs nothing here."""
+Sizes = Callable[[Bank, int], int]
+"""How large the group of a bank is made for so many entries."""
+
+
+def make_plan(fleet: "HostFleet") -> Plan:
+    """The rows of a training minibatch. A bank whose seeds all wait costs nothing."""
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
-    acts: dict[int, list[Act]] = {}
-    for (slot_id, blueprint), bank in fleet.banks.items():
-        here = []
-        acting = _acting(fleet, slot_id, bank)
-        if size := fleet.group_size(("main", slot_id, blueprint), len(acting)):
-            here.append(_act(bank, acting, bank.strength, size, detached=False))
-        if fleet.isolation == "straight_through":
-            training = _acting(fleet, slot_id, bank, stages=(SeedStage.TRAINING,))
-            if size := fleet.group_size(("training", slot_id, blueprint), len(training)):
-                here.append(_act(bank, training, bank.full, size, detached=False)._replace(silent=True))
-        if here:
-            acts.setdefault(fleet.places[slot_id], []).extend(here)
-    return Rows(everyone, (Birth(START, everyone),), acts, whole_fleet=True)
+    number = {env: env for env in range(len(everyone))}
+    alone = _acts(fleet, _entries(fleet, number, []), lambda _, count: bucket(count))
+    main = Rows(everyone, (Birth(START, everyone),), alone, whole_fleet=True)
+
+    def size(bank: Bank, count: int) -> int:
+        return fleet.group_size(("acts", bank.slot.slot_id, bank.blueprint), count)
+
+    if fleet.isolation == "straight_through":
+        acts = _acts(fleet, _entries(fleet, number, []), size)
+        for place, silent in _silent_acts(fleet).items():
+            acts.setdefault(place, []).extend(silent)
+        return Plan(main, None, acts)
+    births, padded = _born(fleet)
+    shadow = None
+    if births:
+        env = torch.cat([birth.parents for birth in births])
+        valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
+        shadow = Rows(env, births, valid=valid)
+    numbered = [(len(everyone) + row, extra) for row, extra in enumerate(padded) if extra is not None]
+    return Plan(main, shadow, _acts(fleet, _entries(fleet, number, numbered), size))
 
 
-def shadow_rows(fleet: "HostFleet") -> Rows | None:
-    """One row per TRAINING seed, padded to a bucket at each place; None where nothing trains, or on the main rows."""
+def _born(fleet: "HostFleet") -> tuple[tuple[Birth, ...], list[Extra | None]]:
+    """A row per TRAINING seed, padded to a bucket at each place."""
     extras = [extra for extra in find_extras(fleet) if not extra.silent]
-    if not extras or fleet.isolation == "straight_through":
-        return None
-    padded: list[Extra | None] = []
-    births = []
+    births, padded = [], list[Extra | None]()
     for place in sorted(fleet.places.values()):
         born: list[Extra | None] = [extra for extra in extras if extra.place == place]
         born += [None] * (fleet.group_size(("born", place), len(born)) - len(born))
         if born:
             births.append(Birth(place, indices([extra.env if extra else 0 for extra in born], fleet.device)))
             padded += born
-    env = torch.cat([birth.parents for birth in births])
-    valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
-    return Rows(env, tuple(births), _acts(fleet, padded, first_row=0, main={}, pad=True), valid)
+    return tuple(births), padded
 
 
-def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, list[tuple[int, str]]]:
-    """Main rows of these envs, then a row per TRAINING seed (shadow) and per acting one (ablation) of theirs; and whose
-    seed each of those is about."""
+def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
+    """Main rows of these envs, then a row per TRAINING seed (shadow) and per acting one (ablation) of theirs; and by
+    the number of such a row whose seed it is about."""
     number = {env: row for row, env in enumerate(envs)}
-    extras = sorted((extra for extra in find_extras(fleet) if extra.env in number), key=lambda extra: extra.place)
-    births = [
-        Birth(place, indices([number[extra.env] for extra in extras if extra.place == place], fleet.device))
-        for place in sorted({extra.place for extra in extras})
-    ]
+    extras = [extra for extra in find_extras(fleet) if extra.env in number]
+    births, padded = [], list[Extra | None]()
+    for place in sorted({extra.place for extra in extras}):
+        born: list[Extra | None] = [extra for extra in extras if extra.place == place]
+        if fleet.device.type == "cuda":
+            born += [None] * (bucket(len(born)) - len(born))  # shapes that were met before need no new kernels
+        births.append(Birth(place, indices([number[extra.env] if extra else 0 for extra in born], fleet.device)))
+        padded += born
     start = Birth(START, torch.arange(len(envs), device=fleet.device))
-    env = indices([*envs, *(extra.env for extra in extras)], fleet.device)
+    env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
-    acts = _acts(fleet, extras, first_row=len(envs), main=number, pad=False)
-    return Rows(env, (start, *births), acts), [(extra.env, slot_at[extra.place]) for extra in extras]
+    numbered = [(row, extra) for row, extra in enumerate(padded, len(envs)) if extra is not None]
+    acts = _acts(fleet, _entries(fleet, number, numbered), _eval_size)
+    return Rows(env, (start, *births), acts), {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
 
 
 def deployed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
     """Main rows of these envs alone."""
-    number = {env: row for row, env in enumerate(envs)}
-    acts = _acts(fleet, [], first_row=len(envs), main=number, pad=False)
-    return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
+    return _bare_rows(fleet, envs, ACTIVE_STAGES)
 
 
 def committed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
     """Rows of these envs with only their fossils in them: what remains when they are hardened."""
+    return _bare_rows(fleet, envs, (SeedStage.FOSSILIZED,))
+
+
+def _bare_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[SeedStage]) -> Rows:
     number = {env: row for row, env in enumerate(envs)}
-    acts: dict[int, list[Act]] = {}
-    for (slot_id, _), bank in fleet.banks.items():
-        entries = [
-            (number[env], env)
-            for env in envs
-            if env < fleet.n and _acts_here(fleet.states[env][slot_id], bank, (SeedStage.FOSSILIZED,))
-        ]
-        if entries:
-            act = _act(bank, entries, bank.strength, len(entries) + 1, detached=True)
-            acts.setdefault(fleet.places[slot_id], []).append(act)
+    acts = _acts(fleet, _entries(fleet, number, [], stages), _eval_size)
     return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
+
+
+def _eval_size(bank: Bank, count: int) -> int:
+    """On CUDA a bucket. On the CPU one entry more: neither whether a member is alone nor whether it lies in the odd
+    rest that vector kernels round differently must show in its last bits."""
+    if bank.device.type == "cuda":
+        return bucket(count)
+    return count + 1 if count else 0
 
 
 def find_extras(fleet: "HostFleet") -> list[Extra]:
@@ -103,64 +119,60 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
     ]
 
 
-def _acting(
+def _entries(
     fleet: "HostFleet",
-    slot_id: str,
-    bank: Bank,
-    number: Mapping[int, int] | None = None,
+    main: Mapping[int, int],
+    extras: Sequence[tuple[int, Extra]],
     stages: Container[SeedStage] = ACTIVE_STAGES,
-) -> list[Entry]:
-    """The main rows whose seeds of this bank are in these stages; `number` gives the rows by env where not all envs are
-    there."""
-    return [
-        (env if number is None else number[env], env)
-        for env, states in enumerate(fleet.states)
-        if _acts_here(states[slot_id], bank, stages) and (number is None or env in number)
-    ]
+) -> dict[tuple[str, str], list[Entry]]:
+    """By bank: the main rows (by env) whose seeds are in these stages, then the numbered extra rows: those about a
+    TRAINING seed of the bank, and those that pass an acting one behind their own slot."""
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for env, row in main.items():
+        for slot_id, state in fleet.states[env].items() if env < fleet.n else ():
+            if state.stage in stages:
+                found.setdefault((slot_id, str(state.blueprint)), []).append(Entry(row, env))
+    for row, extra in extras:
+        for slot_id, state in fleet.states[extra.env].items():
+            key, place = (slot_id, str(state.blueprint)), fleet.places[slot_id]
+            if place == extra.place and not extra.silent:
+                found.setdefault(key, []).append(Entry(row, extra.env, full=True))
+            elif place > extra.place and state.stage in ACTIVE_STAGES:
+                found.setdefault(key, []).append(Entry(row, extra.env, learns=False))
+    return found
 
 
-def _acts_here(state: SeedState, bank: Bank, stages: Container[SeedStage] = ACTIVE_STAGES) -> bool:
-    return state.blueprint == bank.blueprint and state.stage in stages
-
-
-def _acts(
-    fleet: "HostFleet", extras: Sequence[Extra | None], *, first_row: int, main: Mapping[int, int], pad: bool
-) -> dict[int, list[Act]]:
-    """What every bank does to the extra rows, from `first_row` on, and to the `main` rows of this pass, by env.
-
-    Padded to a bucket, so that shapes recur, or by one entry: neither whether a member is alone nor whether it lies in
-    the odd rest that vector kernels round differently must show in its last bits.
-    """
+def _silent_acts(fleet: "HostFleet") -> dict[int, list[Act]]:
+    """Straight through: TRAINING seeds on their main rows."""
     acts: dict[int, list[Act]] = {}
-    numbered = [(first_row + number, extra) for number, extra in enumerate(extras) if extra is not None]
     for (slot_id, blueprint), bank in fleet.banks.items():
-        place = fleet.places[slot_id]
-        own = [
-            (row, extra.env)
-            for row, extra in numbered
-            if extra.place == place and not extra.silent and fleet.states[extra.env][slot_id].blueprint == blueprint
+        training = [
+            Entry(env, env, full=True)
+            for env, states in enumerate(fleet.states)
+            if states[slot_id].blueprint == blueprint and states[slot_id].stage is SeedStage.TRAINING
         ]
-        passing = [
-            (row, extra.env)
-            for row, extra in numbered
-            if extra.place < place and _acts_here(fleet.states[extra.env][slot_id], bank)
-        ]
-        passing += _acting(fleet, slot_id, bank, main)
-        for kind, entries, strength in (("own", own, bank.full), ("passing", passing, bank.strength)):
-            size = len(entries)
-            if pad:
-                size = fleet.group_size((kind, slot_id, blueprint), size)
-            elif size:
-                size += 1
-            if size:
-                act = _act(bank, entries, strength, size, detached=kind == "passing")
-                acts.setdefault(place, []).append(act)
+        if size := fleet.group_size(("training", slot_id, blueprint), len(training)):
+            acts.setdefault(fleet.places[slot_id], []).append(_act(bank, training, size)._replace(silent=True))
     return acts
 
 
-def _act(bank: Bank, entries: list[Entry], strength: Tensor, size: int, *, detached: bool) -> Act:
+def _acts(fleet: "HostFleet", entries: Mapping[tuple[str, str], list[Entry]], size_of: Sizes) -> dict[int, list[Act]]:
+    """One act per bank that has something to do, or whose group is kept, by place."""
+    acts: dict[int, list[Act]] = {}
+    for key, bank in fleet.banks.items():
+        own = entries.get(key, [])
+        if size := size_of(bank, len(own)):
+            acts.setdefault(fleet.places[key[0]], []).append(_act(bank, own, size))
+    return acts
+
+
+def _act(bank: Bank, entries: list[Entry], size: int) -> Act:
     """Entries, padded to a size by some that are not valid."""
-    padded = entries + [entries[0] if entries else (0, 0)] * (size - len(entries))
-    rows, members = (indices(column, bank.device) for column in zip(*padded, strict=True))
-    valid = torch.arange(size, device=bank.device) < len(entries)
-    return Act(bank, rows, members, strength.index_select(0, members), valid, detached)
+    padded = entries + [entries[0] if entries else Entry(0, 0)] * (size - len(entries))
+    rows, members = (indices(column, bank.device) for column in zip(*((e.row, e.env) for e in padded), strict=True))
+    full, learns, valid = torch.tensor(
+        [[e.full for e in padded], [e.learns for e in padded], [index < len(entries) for index in range(size)]],
+        device=bank.device,
+    )
+    strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
+    return Act(bank, rows, members, strength, valid, learns & valid)

@@ -55,7 +55,7 @@ class Prober:
         """Probe all envs on the minibatch that they will train on next. Reads nothing back from the device."""
         fleet = self.fleet
         inputs, targets = fleet.draw(fleet.step_index * fleet.task.batches_per_step)
-        done = fleet.host.run(fleet.plan[0], inputs, train=True, tapped=fleet.places.values(), attached=True)
+        done = fleet.host.run(fleet.plan.main, inputs, train=True, tapped=fleet.places.values())
         streams = [done.taps[place] for place in fleet.places.values()]
         gradients = torch.autograd.grad(row_losses(done.output, targets).sum(), streams)
         with torch.no_grad():

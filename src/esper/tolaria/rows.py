@@ -36,7 +36,9 @@ class Act(NamedTuple):
     members: Tensor
     strength: Tensor
     valid: Tensor
-    detached: bool = False
+    """Others are padding."""
+    learns: Tensor
+    """Whether its seed gets gradient: not where a shadow row passes the seed of a later slot."""
     silent: bool = False
     """Straight through: the rows stay what they are; members get the gradient as if they acted, and nothing in front of
     them does."""
@@ -59,8 +61,16 @@ class Rows:
         return len(self.env)
 
 
-Plan = tuple[Rows, Rows | None]
-"""Main rows and shadow rows of a training minibatch."""
+class Plan(NamedTuple):
+    """A training minibatch: the main rows, and a row for every seed that trains beside them."""
+
+    main: Rows
+    """With the banks that act on them, for passes without shadows."""
+    shadow: Rows | None
+    """Without banks."""
+    acts: dict[int, list[Act]]
+    """By place, what banks do to the main rows and, numbered behind them, to the shadow rows: one group per bank,
+    whosever rows they are, as every group costs a hundred kernels."""
 
 
 class Extra(NamedTuple):

@@ -14,15 +14,16 @@ from esper.tolaria.rows import Rows
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
-CHUNK = 512
-"""Most inputs per pass."""
+CHUNK = {"cpu": 512, "cuda": 4096}
+"""Most inputs per pass: what caches like, and what saves launches."""
 
 
 @torch.no_grad()
 def score_rows(
-    fleet: "HostFleet", rows: Rows, samples: Samples, calibration: Tensor | None, *, chunk: int = CHUNK
+    fleet: "HostFleet", rows: Rows, samples: Samples, calibration: Tensor | None, *, chunk: int | None = None
 ) -> list[RowScore]:
     """Score all rows on the same inputs, calibrated on training inputs or, with None, by the running statistics."""
+    chunk = chunk or CHUNK[fleet.device.type]
     statistics = None if calibration is None else calibrate(fleet, rows, calibration)
     correct, losses = [], []
     for inputs, targets in zip(samples.inputs.split(chunk), samples.targets.split(chunk), strict=True):

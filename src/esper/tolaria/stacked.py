@@ -6,7 +6,7 @@ are per member too; a member that does not take part, or whose gradient is not f
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
@@ -29,6 +29,7 @@ class StackedWeights:
     def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
         sizes = [shape.numel() for shape in shapes.values()]
         self.matrix = torch.zeros(members, sum(sizes), device=device, dtype=dtype)
+        self.shapes = dict(shapes)
         self.leaves: dict[str, Tensor] = {}
         self.columns: dict[str, slice] = {}
         start = 0
@@ -55,6 +56,50 @@ class StackedWeights:
         """Forget all gradients."""
         for leaf in self.leaves.values():
             leaf.grad = None
+
+
+class _Take(torch.autograd.Function):
+    """The parameters of some members, by tensor, contiguous. Backwards one sum into the matrix instead of one each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, shapes: tuple[Size, ...], members: Tensor, learns: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(members, learns)
+        ctx.like = whole
+        taken = whole.index_select(0, members).to(dtype)
+        parts = taken.split([shape.numel() for shape in shapes], 1)
+        return tuple(part.contiguous().view(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        members, learns = ctx.saved_tensors
+        joined = torch.cat([gradient.reshape(len(members), -1) for gradient in gradients], 1)
+        joined = joined.to(ctx.like.dtype).where(learns[:, None], 0.0)
+        return torch.zeros_like(ctx.like).index_add_(0, members, joined), None, None, None, None
+
+
+class MemberWeights(StackedWeights):
+    """Stacked weights of which a pass takes some members."""
+
+    def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(members, shapes, device, dtype)
+        self.leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        self.whole = self.matrix.detach().requires_grad_()
+        """The matrix, where gradients gather."""
+
+    def take(self, members: Tensor, learns: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By name (E, …); a gradient comes back where a member `learns` (E,)."""
+        parts = _Take.apply(self.whole, tuple(self.shapes.values()), members, learns, dtype)  # type: ignore[no-untyped-call]  # torch does not say
+        return dict(zip(self.shapes, parts, strict=True))
+
+    def gradient(self) -> Tensor:
+        """(M, P); zeros where a backward pass did not come by."""
+        return torch.zeros_like(self.matrix) if self.whole.grad is None else self.whole.grad
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.whole.grad = None
 
 
 class StepNorms(NamedTuple):

@@ -1,0 +1,64 @@
+"""The CUDA kernels of rows against the same layers in float64 on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from esper.kasmina.layers import Conv2d, GroupNorm, Scale
+from esper.kasmina.row_layout import take_rows
+
+pytestmark = pytest.mark.gpu
+
+BATCH, SIDE = 6, 5
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "convolution": lambda width: Conv2d(width, width, 3),
+    "wide convolution": lambda width: Conv2d(width, width, 5),
+    "norm of one group": lambda width: GroupNorm(1, width),
+    "norm of pairs": lambda width: GroupNorm(width // 2, width),
+    "scale": Scale,
+}
+
+
+def rows_of(rows: int, width: int) -> Tensor:
+    """Images (R, B, C, H, W), not centred."""
+    return torch.randn(rows, BATCH, width, SIDE, SIDE, generator=torch.Generator().manual_seed(rows)).double() + 0.5
+
+
+def outcome(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, like: Tensor) -> list[Tensor]:
+    """Output, and gradients of input and weights for a loss that weighs all outputs differently; as float64."""
+    weights = {name: value.to(like).requires_grad_() for name, value in weights.items()}
+    x = x.to(like).requires_grad_()
+    y = functional_call(layer, weights, (x,))
+    factors = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(like)
+    (y * factors).sum().backward()
+    tensors = [y, x.grad, *(weight.grad for weight in weights.values())]
+    return [tensor.detach().cpu().double() for tensor in tensors if tensor is not None]
+
+
+@pytest.mark.parametrize("rows", [2, 12, 70])
+@pytest.mark.parametrize("width", [4, 8, 32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_float64(name: str, width: int, rows: int) -> None:
+    """Forward and backward, to what float32 can hold."""
+    layer = LAYERS[name](width)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(rows, *value.shape, generator=generator).double() for name, value in layer.named_parameters()
+    }
+    x = rows_of(rows, width)
+    expected = outcome(layer, weights, x, torch.zeros((), dtype=torch.float64))
+    mine = outcome(layer, weights, x, torch.zeros((), device="cuda"))
+    assert len(mine) == len(expected) == 2 + len(weights)
+    for found, wanted in zip(mine, expected, strict=True):
+        assert float((found - wanted).abs().max()) < 2e-3 * float(wanted.abs().max()), name  # TF32 convolutions
+
+
+def test_rows_are_taken() -> None:
+    """Bit for bit, numbers that occur twice included."""
+    x = rows_of(7, 3).float().cuda()
+    stored = x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+    numbers = torch.tensor([6, 0, 0, 3], device="cuda")
+    assert torch.equal(take_rows(stored, numbers), x[numbers])
