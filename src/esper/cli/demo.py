@@ -39,7 +39,7 @@ class DemoCommand:
     """Train a controller on hosts that cannot see shapes, compare it with rules on hosts that it has never seen, tell
     what it learned, and write a report. Two cores, about four minutes."""
 
-    rounds: int = 8
+    rounds: int = 7
     """Rounds of training."""
     hosts: int = 24
     """Hosts per round, controls included."""

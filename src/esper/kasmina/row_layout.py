@@ -45,7 +45,8 @@ def _back(x: Tensor) -> Tensor:
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of these numbers, in the layout that rows are stored in."""
     stored, axis = _as_stored(x)
-    if stored.dim() == 5 and stored.is_contiguous() and x.device.type == "cuda" and not x.requires_grad:
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if stored.dim() == 5 and stored.is_contiguous() and x.device.type == "cuda" and not recorded:
         from esper.kasmina.row_kernels import take_stored  # needs triton, which only CUDA builds bring along
 
         return _back(take_stored(stored, rows))

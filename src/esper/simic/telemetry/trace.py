@@ -21,7 +21,8 @@ def operator_trace(path: Path | str, device: torch.device | str = "cpu", *, stac
     recorded up to an error is written too. An unknown device, or a path that cannot be written, is refused on entering.
     """
     activities, file = check_trace(path, device)
-    profiler = profile(activities=activities, with_stack=stacks)
+    # Events of one cycle or of all, there is only one; but torch 2.11 warns of every cycle that is not kept.
+    profiler = profile(activities=activities, with_stack=stacks, acc_events=True)
     profiler.start()
     try:
         yield file

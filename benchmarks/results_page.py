@@ -1,0 +1,177 @@
+"""The results of growth as a page, from their JSON files: `python benchmarks/results_page.py > docs/results.md`."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from harness import RESULTS
+
+INTRODUCTION = """\
+# Results: is a learned controller worth having?
+
+*Made from `benchmarks/results` by `python benchmarks/results_page.py > docs/results.md`; measure again there.*
+
+All figures are points of accuracy on hosts that no policy was trained or searched on, scored on test images
+(`--final`). The *objective* is the gain over a control that begins alike and never grows, minus the rent of the
+parameters kept. The unit is the training seed; intervals are 95 %. *Superior* is a Holm-adjusted p below 0.05, *not
+worse* a lower end above −1 point; with fewer than five training seeds neither word is used.
+"""
+
+Content = dict[str, Any]  # Any: what JSON holds
+
+
+def page(folder: Path = RESULTS) -> str:
+    """Everything that is there, in markdown."""
+    files = [(render, path) for name, render in SECTIONS.items() for path in sorted(folder.glob(f"{name}_*.json"))]
+    return "\n".join([INTRODUCTION, *(render(json.loads(path.read_text())) for render, path in files)])
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(header), ["---"] * len(list(header)), *(list(row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def short(spec: str) -> str:
+    """Runs of several seeds by what their folders have in common."""
+    kind, colon, rest = spec.rpartition(":")
+    names = [Path(part).name for part in rest.split("+")]
+    if "/" not in rest:
+        return spec
+    if len(names) == 1:
+        return f"{kind}{colon}{names[0]}"
+    return f"{kind}{colon}{names[0].rstrip('0123456789')} ({len(names)} seeds)"
+
+
+def evaluation(found: Content) -> str:
+    """One task: all policies, what the first one has over the others, and kinds of hosts."""
+    policies: Content = found["policies"]
+    first = next(iter(policies))
+    against = {one["against"]: one for one in found["differences"] if one["policy"] == first}
+    rows = []
+    for spec, each in policies.items():
+        by_seed = [statistics.fmean(seed["objective"]) for seed in each["by_seed"]]
+        figures = [statistics.fmean(each[name]) for name in ("objective", "accuracy", "added_params", "cost")]
+        spread = f" ({min(by_seed):+.1f} to {max(by_seed):+.1f})" if len(by_seed) > 1 else ""
+        cells = [f"{figures[0]:+.2f}{spread}", f"{figures[1]:.1f}", f"{figures[2]:,.0f}", f"{figures[3]:.1f}×"]
+        rows.append([short(spec), *cells, _difference(against.get(spec))])
+    header = ["policy", "objective", "accuracy %", "added parameters", "cost", f"{short(first)} − it"]
+    images = "test images" if found["final"] else "validation images"
+    made = found["provenance"]
+    machine = made["machine"]["accelerator"] or f"{made['machine']['cores']} CPU cores"
+    text = [f"## {found['task']}: {found['hosts']} unseen hosts, {images}\n", _table(header, rows), ""]
+    share = policies[first].get("share_of_oracle")
+    if share is not None:
+        text.append(f"{short(first)} reaches {100 * share:.0f} % of the oracle's objective.\n")
+    if any(each.get("by_kind") for each in policies.values()):
+        text += [_kinds(policies), ""]
+    text.append(f"`{made['command']}` ({machine}, torch {made['torch']}).\n")
+    return "\n".join(text)
+
+
+def _difference(one: Content | None) -> str:
+    if one is None:
+        return ""
+    difference = one["difference"]
+    verdict = "superior" if one["superior"] else "not worse" if one["not_worse"] else ""
+    word = f", {verdict}" if verdict and one["enough_seeds"] else ""
+    return f"{difference['mean']:+.2f} ({difference['low']:+.2f} to {difference['high']:+.2f}){word}"
+
+
+def _kinds(policies: Content) -> str:
+    rows = []
+    for spec, each in policies.items():
+        for kind, part in (each.get("by_kind") or {}).items():
+            right = part["right_slot_share"]
+            rows.append(
+                [
+                    short(spec), kind.replace("_", " "), str(part["hosts"]), f"{part['objective']:+.2f}",
+                    f"{part['gain']:+.2f}", f"{100 * part['added_share']:.1f}", f"{part['commits']:.2f}",
+                    "" if right is None else f"{100 * right:.0f} % in {part['right_slot']}",
+                ]
+            )  # fmt: skip
+    return _table(
+        ["policy", "kind of host", "hosts", "objective", "gain", "parameters added %", "commits", "in the right slot"],
+        rows,
+    )
+
+
+def ablations(found: Content) -> str:
+    """One thing changed at a time."""
+    rows = [
+        [name, *(_spread(each["by_seed"][figure]) for figure in ("objective", "accuracy", "added_params"))]
+        for name, each in found["variants"].items()
+    ]
+    return (
+        f"## Ablations: {found['task']}, {found['rounds']} rounds of {found['hosts']} hosts, {found['seeds']} seeds\n\n"
+        + _table(["variant", "objective", "accuracy %", "added parameters"], rows)
+        + f"\n\nMean ± deviation over seeds, {found['unseen']} unseen hosts, validation images; a report, no claims "
+        "(`python benchmarks/ablations.py`).\n"
+    )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.fmean(values):,.1f} ± {statistics.stdev(values):,.1f}"
+
+
+def audited_credit(found: Content) -> str:
+    """What a contribution is worth as a forecast."""
+    rows = [
+        [name, str(each["seeds"]), f"{each['rho']:.2f} ({each['low']:.2f} to {each['high']:.2f})"]
+        for name, each in found["spearman"].items()
+    ]
+    return (
+        f"## Audited credit: {found['task']}\n\nContribution on one half of the validation images against the true "
+        "effect of cutting the seed and training on for five steps, twins from one snapshot, on the other half "
+        "(`python benchmarks/audited_credit.py`).\n\n" + _table(["by", "live seeds", "Spearman"], rows) + "\n"
+    )
+
+
+def gain_lasts(found: Content) -> str:
+    """What is left of a gain when hosts train on."""
+    rows = [
+        [
+            name, str(each["seeds"]), f"{each['figures']['gain']:+.1f}", f"{each['figures']['gain_later']:+.1f}",
+            f"{100 * each['figures']['share']:.0f} % ({100 * each['figures']['share_low']:.0f} to "
+            f"{100 * each['figures']['share_high']:.0f})",
+            f"{each['figures']['over_compute']['mean']:+.1f}", f"{each['figures']['over_compute_later']['mean']:+.1f}",
+        ]
+        for name, each in found["policies"].items()
+    ]  # fmt: skip
+    return (
+        f"## The gain lasts: {found['task']}, {found['hosts']} hosts\n\nHardened hosts train on for {found['steps']} "
+        "more steps at their final rate, and so does the control (`python benchmarks/gain_lasts.py`).\n\n"
+        + _table(
+            ["policy", "seeds", "gain", "later", "share kept", "over a wait host with equal compute", "later"], rows
+        )
+        + "\n"
+    )
+
+
+def loop_throughput(found: Content) -> str:
+    """The whole loop on a GPU."""
+    seconds = sum(found["phases"].values())
+    rows = [
+        [name, f"{value:.2f}", f"{100 * value / seconds:.1f}"]
+        for name, value in sorted(found["phases"].items(), key=lambda item: -item[1])
+    ]
+    return (
+        f"## Throughput: {found['task']}, {found['hosts']} hosts, {found['machine']['gpu']}\n\n"
+        f"{found['images_per_second'] / 1e6:.2f} M trained images/s of main rows, everything included; "
+        f"{found['episodes_per_hour']:,.0f} episodes/hour (`python benchmarks/loop_throughput.py --device cuda`).\n\n"
+        + _table(["phase", "seconds a round", "share %"], rows)
+        + "\n"
+    )
+
+
+SECTIONS = {
+    "evaluation": evaluation,
+    "ablations": ablations,
+    "audited_credit": audited_credit,
+    "gain_lasts": gain_lasts,
+    "loop_throughput": loop_throughput,
+}
+
+if __name__ == "__main__":
+    print(page(), end="")
