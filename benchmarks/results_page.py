@@ -8,6 +8,8 @@ from typing import Any
 
 from harness import RESULTS
 
+from esper.tolaria import get_task
+
 INTRODUCTION = """\
 # Results: is a learned controller worth having?
 
@@ -57,16 +59,21 @@ def evaluation(found: Content) -> str:
         cells = [f"{figures[0]:+.2f}{spread}", f"{figures[1]:.1f}", f"{figures[2]:,.0f}", f"{figures[3]:.1f}×"]
         rows.append([short(spec), *cells, _difference(against.get(spec))])
     header = ["policy", "objective", "accuracy %", "added parameters", "cost", f"{short(first)} − it"]
-    images = "test images" if found["final"] else "validation images"
+    scored = "test images" if found["final"] else "validation images"
     made = found["provenance"]
     machine = made["machine"]["accelerator"] or f"{made['machine']['cores']} CPU cores"
-    text = [f"## {found['task']}: {found['hosts']} unseen hosts, {images}\n", _table(header, rows), ""]
+    text = [f"## {found['task']}: {found['hosts']} unseen hosts, {scored}\n", _table(header, rows), ""]
     share = policies[first].get("share_of_oracle")
     if share is not None:
         text.append(f"{short(first)} reaches {100 * share:.0f} % of the oracle's objective.\n")
     if any(each.get("by_kind") for each in policies.values()):
         text += [_kinds(policies), ""]
-    text.append(f"`{made['command']}` ({machine}, torch {made['torch']}).\n")
+    task = get_task(found["task"])
+    images = task.steps * task.batches_per_step * task.batch
+    text.append(
+        f"An episode trains {images:,} images in {task.steps} steps of {task.batches_per_step} minibatches. "
+        f"`{made['command']}` ({machine}, torch {made['torch']}).\n"
+    )
     return "\n".join(text)
 
 

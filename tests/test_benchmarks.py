@@ -419,7 +419,6 @@ def test_a_day_of_events() -> None:
     assert max(question["cpu_seconds"] for question in figures["questions"].values()) < 15
 
 
-@pytest.mark.slow
 def test_the_page_of_results_is_what_was_measured(benchmark: Callable[[str], ModuleType]) -> None:
     """If not: `python benchmarks/results_page.py > docs/results.md`."""
     written = (BENCHMARKS.parent / "docs" / "results.md").read_text()
@@ -448,6 +447,7 @@ def test_a_row_of_the_page(benchmark: Callable[[str], ModuleType]) -> None:
     assert "(+1.50 to +6.50), superior |" in benchmark("results_page").evaluation(found)
 
 
+@pytest.mark.slow
 def test_task_gains(tmp_path: Path) -> None:
     """Every cell of one task, once."""
     printed = run_script("task_gains.py", tmp_path, "--tasks", "digits", "--repeats", "1", "--out", str(tmp_path))

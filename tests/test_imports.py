@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 CORE = ("leyline", "kasmina", "tolaria", "simic")
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "esper"}
-KERNELS = ("esper.kasmina.kernels", "esper.tolaria.kernels")
+KERNELS = ("esper.kasmina.kernels", "esper.kasmina.row_kernels", "esper.tolaria.blend_kernel", "esper.tolaria.kernels")
 """Written in triton, which only CUDA builds of torch bring along."""
 
 BELOW = {

@@ -85,7 +85,8 @@ class EvaluateCommand:
 
     def _provenance(self) -> dict[str, Json]:
         """What the figures were made with."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        places = ("json", "picture", "data_dir")  # where things lie on this machine made no figure
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in places}
         flags = [
             f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')} {shlex.quote(str(value))}"
             for name, value in given.items()

@@ -365,6 +365,7 @@ def test_the_command_writes_tables_json_and_picture(
     assert made["torch"] == torch.__version__
     assert made["command"].startswith(f"esper evaluate --task {NAME},{VARIED} --policies {policies} --hosts 2")
     assert "--greedy" in made["command"]
+    assert "--json" not in made["command"], "where it lies is nobody's business"
     assert made["machine"]["cores"] >= 1
     kinds = content["tasks"][VARIED]["policies"]["random-commit"]["by_kind"]
     assert sum(kind["hosts"] for kind in kinds.values()) == 2
