@@ -29,8 +29,8 @@ def rows_of(rows: int, width: int) -> Tensor:
 
 def outcome(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, like: Tensor) -> list[Tensor]:
     """Output, and gradients of input and weights for a loss that weighs all outputs differently; as float64."""
-    weights = {name: value.to(like).requires_grad_() for name, value in weights.items()}
-    x = x.to(like).requires_grad_()
+    weights = {name: value.to(like, copy=True).requires_grad_() for name, value in weights.items()}
+    x = x.to(like, copy=True).requires_grad_()
     y = functional_call(layer, weights, (x,))
     factors = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(like)
     (y * factors).sum().backward()

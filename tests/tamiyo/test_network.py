@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syncs import no_sync
 from tamiyo.policies import NAMES, SHARP, SMALL, build, decide, layout, random_masks, slots
 from torch import Tensor, nn
 
@@ -177,16 +178,13 @@ def test_no_step_waits_for_the_device() -> None:
     network = build("full3").to("cuda")
     flat, memory = torch.randn(8, network.layout.size, device="cuda"), network.initial_memory(8)
     masks, uniform = network.table.open_masks(8, "cuda"), torch.rand(8, len(HEADS), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         encoded = network.encode(flat)
         core, memory = network.step(encoded.trunk, memory)
         actions = network.decide(core, encoded, masks, 0.05, uniform=uniform).actions
         core = network.unroll(encoded.trunk, Stretches(((8, 1),), None), memory)
         found = network.decide(core, encoded, masks, 0.05, actions=actions)
         (found.log_probs.sum() + network.value(core, encoded).sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_new_head_in_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_one_copy_on_cuda() -> None:
     """Requirement 6: counted by the driver."""
     named: dict[str, Tensor | None] = {f"layer{index}.weight": torch.randn(64, device="cuda") for index in range(8)}
     collect_gradients(named)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         collect_gradients(named)
     copies = [event for event in profiler.events() if "Memcpy DtoH" in event.name]
     assert len(copies) == 1
