@@ -42,7 +42,8 @@ def make_plan(fleet: "HostFleet") -> Plan:
         for place, silent in _silent_acts(fleet).items():
             acts.setdefault(place, []).extend(silent)
         return Plan(main, None, acts)
-    births, padded = _born(fleet)
+    training = [extra for extra in find_extras(fleet) if not extra.silent]
+    births, padded = _births(fleet, training, number, lambda place, count: fleet.group_size(("born", place), count))
     shadow = None
     if births:
         env = torch.cat([birth.parents for birth in births])
@@ -52,15 +53,17 @@ def make_plan(fleet: "HostFleet") -> Plan:
     return Plan(main, shadow, _acts(fleet, _entries(fleet, number, numbered), size))
 
 
-def _born(fleet: "HostFleet") -> tuple[tuple[Birth, ...], list[Extra | None]]:
-    """A row per TRAINING seed, padded to a bucket at each place."""
-    extras = [extra for extra in find_extras(fleet) if not extra.silent]
+def _births(
+    fleet: "HostFleet", extras: Sequence[Extra], number: Mapping[int, int], size_of: Callable[[int, int], int]
+) -> tuple[tuple[Birth, ...], list[Extra | None]]:
+    """The births of extra rows from the main rows of their envs, and the rows in order, None where they are padding;
+    `size_of` a place and a count is how many are born there."""
     births, padded = [], list[Extra | None]()
     for place in sorted(fleet.places.values()):
         born: list[Extra | None] = [extra for extra in extras if extra.place == place]
-        born += [None] * (fleet.group_size(("born", place), len(born)) - len(born))
+        born += [None] * (size_of(place, len(born)) - len(born))
         if born:
-            births.append(Birth(place, indices([extra.env if extra else 0 for extra in born], fleet.device)))
+            births.append(Birth(place, indices([number[extra.env] if extra else 0 for extra in born], fleet.device)))
             padded += born
     return tuple(births), padded
 
@@ -70,13 +73,8 @@ def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, 
     the number of such a row whose seed it is about."""
     number = {env: row for row, env in enumerate(envs)}
     extras = [extra for extra in find_extras(fleet) if extra.env in number]
-    births, padded = [], list[Extra | None]()
-    for place in sorted({extra.place for extra in extras}):
-        born: list[Extra | None] = [extra for extra in extras if extra.place == place]
-        if fleet.device.type == "cuda":
-            born += [None] * (bucket(len(born)) - len(born))  # shapes that were met before need no new kernels
-        births.append(Birth(place, indices([number[extra.env] if extra else 0 for extra in born], fleet.device)))
-        padded += born
+    on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
+    births, padded = _births(fleet, extras, number, lambda _, count: bucket(count) if on_cuda else count)
     start = Birth(START, torch.arange(len(envs), device=fleet.device))
     env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}

@@ -208,8 +208,9 @@ def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
             (record,) = trainer.run_round()
             commits = (record.actions[..., 0] == int(LifecycleOp.FOSSILIZE)).sum(0)
             assert bool(commits.any())
-            assert torch.equal(record.parts["price"].sum(0), -paid * commits)
-            assert torch.allclose(record.rewards.sum(0), (record.objective - paid * commits).float(), atol=1e-3)
+            price = paid * commits * (commits + 1) / 2
+            assert torch.equal(record.parts["price"].sum(0), -price)
+            assert torch.allclose(record.rewards.sum(0), (record.objective - price).float(), atol=1e-3)
 
 
 def test_gamma_is_one_number() -> None:

@@ -50,8 +50,9 @@ class RewardConfig:
     rho: float = 2.0
     """Rent: points per doubling of the host."""
     commit_price: float = 0.0
-    """Points that committing a seed costs in `paired`, beside its rent. The objective knows no such price: it breaks
-    ties, where a seed gains nothing that can be measured, in favour of leaving it."""
+    """Points that a host's first commit costs in `paired`, beside its rent; its second costs twice that, and so on. The
+    objective knows no such price: it breaks ties, where one more seed gains little or nothing, in favour of leaving
+    it."""
     price_after: float = 0.5
     """Share of a run in which commits are free: who does not know yet what helps would learn to commit nothing."""
     shaping: float = 1.0

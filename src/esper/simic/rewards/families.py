@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from esper.leyline import LifecycleOp
+from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.rewards import costs
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.potentials import carried, credit, rent, shaping, stage_potential, unexplained
@@ -36,7 +36,9 @@ def paired(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     """The change of the objective. With γ = 1 an episode's rewards sum to the objective, less the price of commits."""
     levels = {"gain": inputs.gain.double(), "rent": -_acting_rent(config, inputs)}
     commits = (inputs.op == LifecycleOp.FOSSILIZE) & ~inputs.panic
-    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -config.commit_price * commits})
+    number = 1 + (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1)
+    price = -config.commit_price * commits * number
+    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": price})
 
 
 def shaped(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
