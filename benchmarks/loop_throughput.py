@@ -125,6 +125,7 @@ def report(
     result: dict[str, Json] = {
         "task": task.name,
         "hosts": hosts,
+        "warm": arguments.warm,
         "images_per_second": images / seconds,
         "episodes_per_hour": 3600 / seconds * hosts,
         "seconds_per_round": list(rounds),

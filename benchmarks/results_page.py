@@ -15,10 +15,10 @@ INTRODUCTION = """\
 
 *Made from `benchmarks/results` by `python benchmarks/results_page.py > docs/results.md`; measure again there.*
 
-All figures are points of accuracy on hosts that no policy was trained or searched on, scored on test images
-(`--final`). The *objective* is the gain over a control that begins alike and never grows, minus the rent of the
-parameters kept. The unit is the training seed; intervals are 95 %. *Superior* is a Holm-adjusted p below 0.05, *not
-worse* a lower end above −1 point; with fewer than five training seeds neither word is used.
+Evaluations take hosts that no policy was trained or searched on. The *objective* is the gain in points of accuracy
+over a control that begins alike and never grows, minus the rent of the parameters kept. The unit is the training seed,
+where there is only one the host; intervals are 95 %. *Superior* is a Holm-adjusted p below 0.05, *not worse* a lower
+end above −1 point; with fewer than five training seeds neither word is used.
 """
 
 Content = dict[str, Any]  # Any: what JSON holds
@@ -166,7 +166,8 @@ def loop_throughput(found: Content) -> str:
     return (
         f"## Throughput: {found['task']}, {found['hosts']} hosts, {found['machine']['gpu']}\n\n"
         f"{found['images_per_second'] / 1e6:.2f} M trained images/s of main rows, everything included; "
-        f"{found['episodes_per_hour']:,.0f} episodes/hour (`python benchmarks/loop_throughput.py --device cuda`).\n\n"
+        f"{found['episodes_per_hour']:,.0f} episodes/hour (`python benchmarks/loop_throughput.py --device cuda "
+        f"--rounds {len(found['seconds_per_round'])} --warm {found['warm']}`).\n\n"
         + _table(["phase", "seconds a round", "share %"], rows)
         + "\n"
     )

@@ -37,7 +37,7 @@ def changed(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_groups_at_once_equal_groups_in_turn(kind: str) -> None:
-    """Values and gradients, bit for bit."""
+    """Values bit for bit, gradients to rounding."""
     x = stream(kind).requires_grad_()
     shared, taken = share_rows(x, GROUPS)
     joint = add_rows(shared, GROUPS, [changed(rows) for rows in taken])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from esper.kasmina import CNNHost, GateThresholds, GPTHost, LifecycleConfig, SeedState, lifecycle
 from esper.kasmina.compare import RowScore
+from esper.kasmina.slot import Isolation
 from esper.leyline import Measurement, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig, Task, get_task
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
@@ -196,9 +197,11 @@ def make_fleet(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     grown: bool = True,
+    isolation: Isolation = "shadow",
 ) -> HostFleet:
     """Eight hosts with seeds in every stage, or bare ones."""
-    fleet = HostFleet(task, n, device, seeds, batches=batches_of(task, device), dtype=dtype, config=AT_ONCE)
+    batches = batches_of(task, device)
+    fleet = HostFleet(task, n, device, seeds, batches=batches, dtype=dtype, config=AT_ONCE, isolation=isolation)
     if grown:
         grow(fleet, SEEDLINGS[kind_of(task)], task.slot_ids)
     return fleet

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from esper.kasmina import Comparison, MorphogeneticModel
 from esper.kasmina.compare import Difference, RowScore, score_row
-from esper.kasmina.slot import Role
+from esper.kasmina.slot import Isolation, Role
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig
+from esper.tolaria.lanes import LANES
 from esper.tolaria.measure import FleetComparison
 from esper.tolaria.scoring import score_rows
 
@@ -258,6 +259,12 @@ def test_equals_them_in_fp32_after_one_minibatch(kind: Kind, optimiser: Optimise
         assert_equal_after_one_minibatch(fleet, env, dict(host.model.state_dict()), gradients, CLOSE)
 
 
+def compile_kernels(fleet: HostFleet) -> None:
+    """None can be loaded while a graph is captured."""
+    fleet.graphs = None
+    fleet.train_minibatch(fleet.draw(0), 0.1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("kind", "optimiser"), CASES)
@@ -268,13 +275,48 @@ def test_cuda_equals_cpu_after_one_minibatch(
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     here, there = fp32_fleet(kind, optimiser), fp32_fleet(kind, optimiser, torch.device("cuda"))
-    if not graphs:
+    if graphs:
+        compile_kernels(fp32_fleet(kind, optimiser, torch.device("cuda")))
+        monkeypatch.setattr("esper.tolaria.graphs.CAPTURE_AFTER", 0)
+    else:
         there.graphs = None
     for fleet in (here, there):
         fleet.train_minibatch(fleet.draw(0), optimiser.rate)
+    assert there.graphs is None or there.graphs.replays == 1
     for env in range(here.n):
         reference = dict(here.extract(env).state_dict())
         assert_equal_after_one_minibatch(there, env, reference, gradients_of(here, env), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("isolation", ["shadow", "straight_through"])
+def test_replays_equal_eager_minibatches(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With seeds in every stage, more banks than lanes, and an edit inside a bucket on the way, which captures
+    nothing."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr("esper.tolaria.graphs.CAPTURE_AFTER", 2)
+    task, device = rounding_task("cnn", SGD), torch.device("cuda")
+    fleets = [make_fleet(task, device=device, isolation=isolation) for _ in range(2)]
+    eager, replayed = fleets
+    eager.graphs = None
+    assert replayed.graphs is not None
+    for fleet in fleets:
+        shake(fleet)
+    assert len(replayed.banks) > LANES
+    captures = 0
+    for minibatch in range(12):
+        if minibatch == 8:
+            captures = replayed.graphs.captures
+            for fleet in fleets:
+                fleet.prune(7, "r1c1")
+        for fleet in fleets:
+            fleet.train_minibatch(fleet.draw(minibatch), 0.01)
+    assert replayed.graphs.captures == captures > 0
+    assert replayed.graphs.replays >= 9
+    for env in range(eager.n):
+        wanted = eager.extract(env).state_dict()
+        for name, value in replayed.extract(env).state_dict().items():
+            assert torch.allclose(value, wanted[name], rtol=1e-3, atol=1e-4), f"env {env}, {name}"
 
 
 # -- validation -------------------------------------------------------------------------------------------------------

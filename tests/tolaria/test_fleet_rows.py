@@ -10,7 +10,7 @@ from torch import Tensor
 from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet
-from esper.tolaria.banks import bucket
+from esper.tolaria.banks import Bank, bucket
 from esper.tolaria.rows import START, Act, Plan, Rows
 
 
@@ -211,14 +211,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[HostFleet], list[int]]
 def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One walk, with shadows beside the main rows, whatever the number of slots; each bank acts once."""
     fleet = bare()
-    walks: list[tuple[int, int, int]] = []
-    walk = fleet.host.train
+    walks: list[tuple[int, int]] = []
+    effects: list[str] = []
+    walk, effect = fleet.host.train, Bank.effect
 
     def noting(plan: Plan, x: Tensor) -> object:
-        walks.append((len(x), 0 if plan.shadow is None else len(plan.shadow), sum(map(len, plan.acts.values()))))
+        walks.append((len(x), 0 if plan.shadow is None else len(plan.shadow)))
         return walk(plan, x)
 
+    def acting_once(bank: Bank, *arguments: Tensor) -> Tensor:
+        effects.append(f"{bank.slot.slot_id} {bank.blueprint}")
+        return effect(bank, *arguments)
+
     monkeypatch.setattr(fleet.host, "train", noting)
+    monkeypatch.setattr(Bank, "effect", acting_once)
     samples = fleet.draw(0)
     fleet.train_minibatch(samples, 0.1)
     bring(fleet, 2, "r1c0", SeedStage.BLENDING)
@@ -226,8 +232,10 @@ def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     bring(fleet, 2, "r1c1", SeedStage.TRAINING)
     bring(fleet, 3, "r1c2", SeedStage.TRAINING)
     bring(fleet, 4, "r1c0", SeedStage.TRAINING)
+    effects.clear()
     fleet.train_minibatch(samples, 0.1)
-    assert walks == [(8, 0, 0), (8, 0, 1), (8, 12, 3)]  # three buckets of four shadows
+    assert walks == [(8, 0), (8, 0), (8, 12)]  # three buckets of four shadows
+    assert sorted(effects) == ["r1c0 conv_light", "r1c1 conv_light", "r1c2 conv_light"]
 
 
 def test_passes_of_a_validation(counted: Callable[[HostFleet], list[int]]) -> None:

@@ -1,8 +1,9 @@
-"""More CUDA kernels for rows of images, which are stored as a matrix (batch, pixels, rows·channels).
+"""CUDA kernels for rows of images that are stored as a matrix (batch, pixels, rows·channels).
 
 torch's own group norm wants channels first, and so copies in and out; its sums over pixels and its gathers of rows run
-at a quarter of the memory's speed in this layout. Each of these reads and writes an activation once.
+at a quarter of the memory's speed in this layout.
 `take_stored`: some of the rows.  `scale_stored`: a factor per channel.  `group_norm_stored`: group normalisation.
+`same_conv`: a grouped convolution whose backward pass is one too.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 TILE = 2048
 """Numbers that a program holds at a time."""
@@ -79,6 +81,7 @@ class _Scale(torch.autograd.Function):
         return _Scale.launch(x, weight, None)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         out, sums = _Scale.launch(x, weight, gradient.contiguous())
@@ -103,7 +106,7 @@ class _Scale(torch.autograd.Function):
 
 def scale_stored(x: Tensor, weight: Tensor) -> Tensor:
     """x (B, H, W, R, C) times weight (R, C)."""
-    scaled: Tensor = _Scale.apply(x.reshape(-1, weight.numel()), weight.flatten())  # type: ignore[no-untyped-call]
+    scaled: Tensor = _Scale.apply(x.contiguous().view(-1, weight.numel()), weight.flatten())  # type: ignore[no-untyped-call]
     return scaled.view(x.shape)
 
 
@@ -204,6 +207,7 @@ class _GroupNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, means, scales = ctx.saved_tensors
         batch, pixels, columns = x.shape
@@ -228,7 +232,7 @@ def group_norm_stored(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps:
     """x (B, H, W, R, C), weight and bias (R, C), `groups` of each row; their width must be a power of two."""
     batch, channels = x.shape[0], x.shape[-1]
     y: Tensor = _GroupNorm.apply(  # type: ignore[no-untyped-call]
-        x.reshape(batch, -1, weight.numel()), weight.flatten(), bias.flatten(), channels // groups, eps
+        x.contiguous().view(batch, -1, weight.numel()), weight.flatten(), bias.flatten(), channels // groups, eps
     )
     return y.view(x.shape)
 

@@ -1,7 +1,7 @@
 """Rows side by side: how the images of R networks lie in memory, and how rows are taken, added to and joined.
 
 Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, channels last on CUDA, so that a
-grouped convolution and the norms see them without a copy. Only the functions here know this.
+grouped convolution and the norms see them without a copy. Only the functions here, and CUDA kernels, know this.
 """
 
 from collections.abc import Callable, Iterator, Sequence

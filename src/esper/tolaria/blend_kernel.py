@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
 from esper.kasmina.row_layout import BACK, STORED
@@ -38,7 +39,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     inside = (entry < entries) & (channel < channels)
     kind = tl.load(style + entry, mask=inside, other=0)
     factor = tl.load(strength + entry, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.where(tl.load(valid + entry, mask=inside, other=0) != 0, factor, 0.0)
+    acts = tl.load(valid + entry, mask=inside, other=0) != 0
     opened = factor
     if gates:
         opened = factor * tl.load(gate + entry * batch + sample, mask=inside, other=0.0).to(tl.float32)
@@ -55,7 +56,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
             effect = tl.where((kind == MULTIPLY)[None, :], factor[None, :] * x * libdevice.tanh(d), effect)
         if gates:
             effect = tl.where((kind == GATE)[None, :], opened[None, :] * d, effect)
-        effect = tl.where((factor != 0.0)[None, :], effect, 0.0)  # padding may have computed anything
+        effect = tl.where(acts[None, :], effect, 0.0)  # padding may have computed anything
         tl.store(out + place, effect, mask=seen)
 
 
@@ -73,8 +74,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     inside = (entry < entries) & (channel < channels)
     kind = tl.load(style + entry, mask=inside, other=0)
     factor = tl.load(strength + entry, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.where(tl.load(valid + entry, mask=inside, other=0) != 0, factor, 0.0)
-    acts = factor != 0.0
+    acts = tl.load(valid + entry, mask=inside, other=0) != 0
     opened = factor
     if gates:
         opened = factor * tl.load(gate + entry * batch + sample, mask=inside, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ class _Blend(torch.autograd.Function):
         ctx.multiplies, ctx.shape = multiplies, h.shape
         out = torch.empty_like(delta)
         blocks, pixels = _blocks(entries, channels), height * width
-        chunk = max(blocks["ROWS"], pixels // 4)
+        chunk = triton.cdiv(pixels, 4 * blocks["ROWS"]) * blocks["ROWS"]
         grid = (batch, triton.cdiv(entries, blocks["ENTRIES"]), triton.cdiv(pixels, chunk))
         _forward_kernel[grid](
             h, delta, delta if gate is None else gate, style, strength, valid, out,
@@ -135,6 +135,7 @@ class _Blend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         h, delta, gate, style, strength, valid = ctx.saved_tensors
         batch, height, width, entries, channels = ctx.shape

@@ -1,8 +1,9 @@
 """Many hosts as one batched program.
 
-Host weights are stacked over envs; each (slot, blueprint) has a bank of stacked seeds. A minibatch is one pass over the
-main rows and, where seeds are in TRAINING, one over their shadow rows; kernel launches depend on slots × blueprints,
-not on the number of hosts. Lifecycles are the same pure functions that a single model uses.
+Host weights are stacked over envs; each (slot, blueprint) has a bank of stacked seeds. In a minibatch the main rows
+and, where seeds are in TRAINING, their shadow rows walk through the host side by side, and every bank acts once; kernel
+launches depend on slots × blueprints, not on the number of hosts. Lifecycles are the same pure functions that a single
+model uses.
 """
 
 import math
@@ -74,7 +75,7 @@ class HostFleet(Lifecycles):
         """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own.
 
         `isolation` is how TRAINING seeds learn: from shadow rows of their own, or straight through the main row, which
-        needs no second pass and gives a seed no feedback of its own effect.
+        needs no rows of its own and gives a seed no feedback of its own effect.
         Weights and statistics are kept in `dtype`; `compute` (default the same) is that of streams and products.
         On CUDA minibatches are replayed as `graphs`. `validation_bytes` is how much memory the activations of a
         validation may take (default: a quarter of a CUDA device, 1 GiB on the CPU).
@@ -282,7 +283,7 @@ class HostFleet(Lifecycles):
 
     @property
     def plan(self) -> Plan:
-        """Main rows and shadow rows as the structure is now."""
+        """Main rows, shadow rows and what acts on them, as the structure is now."""
         if self._plan is None:
             for (slot_id, blueprint), bank in self.banks.items():
                 seeds = {

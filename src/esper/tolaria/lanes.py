@@ -7,7 +7,7 @@ streams of the forward pass by themselves. Elsewhere lanes are nothing at all, a
 A tensor must be freed on the lane that it was made on: what a part reads for its backward pass is to be made inside.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -36,13 +36,17 @@ class Lanes:
         main = torch.cuda.current_stream()
         used = self._streams[: len(items)]
 
-        def walk() -> Iterator[T]:
+        def walk() -> Generator[T]:
             for stream in used:
                 stream.wait_stream(main)
             for index, item in enumerate(items):
                 with torch.cuda.stream(used[index % len(used)]):
                     yield item
 
-        yield walk()
-        for stream in used:
-            main.wait_stream(stream)
+        walking = walk()
+        try:
+            yield walking
+        finally:
+            walking.close()  # after an error a lane would stay the current stream, and the capture could not end
+            for stream in used:
+                main.wait_stream(stream)

@@ -144,13 +144,14 @@ def _acted(h: Tensor, acts: Sequence[Act], lanes: Lanes) -> Tensor:
         for act in acts:
             add_into_rows(result, act.rows, _effect(act, take_rows(h, act.rows)))
         return result
-    heard = [act for act in acts if not act.silent]
-    h, taken = share_rows(h, [act.rows for act in heard], lanes.over)
-    with lanes.over(list(zip(heard, taken, strict=True))) as pairs:
+    if any(act.silent for act in acts):
+        # In turn: a bank that acts and trains on main rows has two groups, whose gradients are to meet on one stream.
+        effects = [_effect(act, take_rows(h.detach() if act.silent else h, act.rows)) for act in acts]
+        return add_rows(h, [act.rows for act in acts], effects)
+    h, taken = share_rows(h, [act.rows for act in acts], lanes.over)
+    with lanes.over(list(zip(acts, taken, strict=True))) as pairs:
         effects = [_effect(act, rows) for act, rows in pairs]
-    silent = [act for act in acts if act.silent]
-    effects += [_effect(act, take_rows(h.detach(), act.rows)) for act in silent]
-    return add_rows(h, [act.rows for act in heard + silent], effects)
+    return add_rows(h, [act.rows for act in acts], effects)
 
 
 def _effect(act: Act, taken: Tensor) -> Tensor:

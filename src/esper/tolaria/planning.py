@@ -28,7 +28,8 @@ Sizes = Callable[[Bank, int], int]
 
 
 def make_plan(fleet: "HostFleet") -> Plan:
-    """The rows of a training minibatch. A bank whose seeds all wait costs nothing."""
+    """The rows of a training minibatch. A bank whose seeds all wait costs nothing, unless graphs are replayed: then it
+    keeps the group that it has had, so that structures recur."""
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     number = {env: env for env in range(len(everyone))}
     alone = _acts(fleet, _entries(fleet, number, []), lambda _, count: bucket(count))
@@ -43,9 +44,9 @@ def make_plan(fleet: "HostFleet") -> Plan:
             acts.setdefault(place, []).extend(silent)
         return Plan(main, None, acts)
     training = [extra for extra in find_extras(fleet) if not extra.silent]
-    births, padded = _births(fleet, training, number, lambda place, count: fleet.group_size(("born", place), count))
-    shadow = None
-    if births:
+    shadow, padded = None, list[Extra | None]()
+    if training:
+        births, padded = _births(fleet, training, number, lambda place, count: fleet.group_size(("born", place), count))
         env = torch.cat([birth.parents for birth in births])
         valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
         shadow = Rows(env, births, valid=valid)

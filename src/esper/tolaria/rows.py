@@ -38,7 +38,7 @@ class Act(NamedTuple):
     valid: Tensor
     """Others are padding."""
     learns: Tensor
-    """Whether its seed gets gradient: not where a shadow row passes the seed of a later slot."""
+    """Whether its seed gets gradient: not where another seed's row passes it, nor in padding."""
     silent: bool = False
     """Straight through: the rows stay what they are; members get the gradient as if they acted, and nothing in front of
     them does."""
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     """Without banks."""
     acts: dict[int, list[Act]]
     """By place, what banks do to the main rows and, numbered behind them, to the shadow rows: one group per bank,
-    whosever rows they are, as every group costs a hundred kernels."""
+    whosever rows they are, as every group costs dozens of kernels."""
 
 
 class Extra(NamedTuple):

@@ -36,9 +36,8 @@ def paired(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     """The change of the objective. With γ = 1 an episode's rewards sum to the objective, less the price of commits."""
     levels = {"gain": inputs.gain.double(), "rent": -_acting_rent(config, inputs)}
     commits = (inputs.op == LifecycleOp.FOSSILIZE) & ~inputs.panic
-    number = 1 + (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1)
-    price = -config.commit_price * commits * number
-    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": price})
+    price = config.commit_price + config.further_price * (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1)
+    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -price * commits})
 
 
 def shaped(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
