@@ -60,13 +60,12 @@ def test_layers_equal_float64(name: str, width: int, rows: int, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["norm of pairs", "scale"])
 def test_rows_need_not_lie_side_by_side(name: str) -> None:
     """A part of the rows of a larger tensor, and one channel spread over all rows, are read as what they are."""
-    for width, x in (
-        (4, rows_of(9, 4).float().cuda()[2:7]),
-        (2, rows_of(1, 2).float().cuda().expand(5, -1, -1, -1, -1)),
-    ):
-        layer = LAYERS[name](width)
+    part, spread = rows_of(9, 4).float().cuda()[2:7], rows_of(1, 2).float().cuda().expand(5, -1, -1, -1, -1)
+    for x in (part, spread):
+        layer = LAYERS[name](x.shape[2])
         weights = {name: torch.rand(5, *value.shape, device="cuda") for name, value in layer.named_parameters()}
-        assert torch.equal(functional_call(layer, weights, (x,)), functional_call(layer, weights, (stored(x),)))
+        found, wanted = (functional_call(layer, weights, (given,)) for given in (x, stored(x)))
+        assert torch.equal(found, wanted)
 
 
 def stored(x: Tensor) -> Tensor:
