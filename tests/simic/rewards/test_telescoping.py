@@ -89,15 +89,15 @@ def test_paired_rewards_sum_to_the_objective(shaping: float) -> None:
 
 
 def test_a_price_is_paid_once_per_commit() -> None:
-    """An episode of n commits then sums to the objective − price · n − further price · n (n − 1) / 2; a commit that a
+    """The k-th of a host costs k prices, so an episode sums to the objective − price · n (n + 1) / 2; a commit that a
     panic undid costs nothing."""
     episodes = [play(random_script(random.Random(seed), crashes=0.0), STEPS) for seed in range(100, 100 + ENVS)]
     steps = [stack(step) for step in zip(*episodes, strict=True)]
     commits = torch.stack([inputs.op == FOSSILIZE for inputs in steps]).sum(0)
     assert len(commits.unique()) > 2
-    config = RewardConfig(commit_price=1.5, further_price=0.5)
+    config = RewardConfig(commit_price=1.5)
     total = torch.stack([r.total for r in pay(config, steps)]).sum(0)
-    assert (total - (objectives(steps) - 1.5 * commits - 0.25 * commits * (commits - 1))).abs().max() < 1e-9
+    assert (total - (objectives(steps) - 1.5 * commits * (commits + 1) / 2)).abs().max() < 1e-9
     step, env = torch.stack([inputs.op == FOSSILIZE for inputs in steps]).nonzero()[0].tolist()
     undone = steps[step].panic.clone()
     undone[env] = True

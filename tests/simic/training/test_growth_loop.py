@@ -197,10 +197,10 @@ def test_rewards_add_up_to_the_objective() -> None:
 
 
 def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
-    """Of two rounds the second pays for all its commits, the first for further ones of a host alone; no evaluation
-    does. A policy that likes to act, so that there are some."""
+    """Of two rounds the second pays for its commits, and no evaluation does. A policy that likes to act, so that there
+    are some."""
     tiny_task()
-    reward = RewardConfig(commit_price=2.0, price_after=0.5, further_price=1.0)
+    reward = RewardConfig(commit_price=2.0, price_after=0.5)
     eager = replace(growth_ppo(), network=NetworkConfig(first_bias=(-1.0, 1.0, 0.0, -2.0, 3.0, 2.0)))
     trainer = Trainer(TrainConfig(task=NAME, rounds=2, hosts=16, ppo=eager, reward=reward), tmp_path / "run")
     with trainer.folder:
@@ -208,7 +208,7 @@ def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
             (record,) = trainer.run_round()
             commits = (record.actions[..., 0] == int(LifecycleOp.FOSSILIZE)).sum(0)
             assert bool(commits.any())
-            price = paid * commits + 1.0 * commits * (commits - 1) / 2
+            price = paid * commits * (commits + 1) / 2
             assert torch.equal(record.parts["price"].sum(0), -price)
             assert torch.allclose(record.rewards.sum(0), (record.objective - price).float(), atol=1e-3)
 

@@ -50,12 +50,12 @@ class RewardConfig:
     rho: float = 2.0
     """Rent: points per doubling of the host."""
     commit_price: float = 0.0
-    """Points that committing a seed costs in `paired`, beside its rent. The objective knows no such price: it breaks
-    ties, where a seed gains nothing that can be measured, in favour of leaving it."""
+    """Points that a host's first commit costs in `paired`, beside its rent; its second costs twice that, and so on. The
+    objective knows no such price: it breaks ties, where one more seed gains little or nothing, in favour of leaving
+    it."""
     price_after: float = 0.5
-    """Share of a run without that price: who does not know yet what helps would learn to commit nothing."""
-    further_price: float = 0.0
-    """Points more for every commit that the host has had before, from the start: where one seed will do, one it is."""
+    """Share of a run in which commits are free: who does not know yet what helps would learn to commit nothing. A price
+    of further commits alone has the same effect."""
     shaping: float = 1.0
     """Weight of potential shaping: 1 = full, 0 = only what the end is worth. The best policy is the same."""
     crash_margin: float = 5.0
@@ -149,7 +149,6 @@ OP_COSTS = {
 
 _AMOUNTS = (
     "commit_price",
-    "further_price",
     "rho",
     "shaping",
     "stage_weight",

@@ -36,7 +36,7 @@ def paired(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     """The change of the objective. With γ = 1 an episode's rewards sum to the objective, less the price of commits."""
     levels = {"gain": inputs.gain.double(), "rent": -_acting_rent(config, inputs)}
     commits = (inputs.op == LifecycleOp.FOSSILIZE) & ~inputs.panic
-    price = config.commit_price + config.further_price * (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1)
+    price = config.commit_price * (1 + (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1))
     return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -price * commits})
 
 
