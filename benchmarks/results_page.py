@@ -54,9 +54,10 @@ def evaluation(found: Content) -> str:
     rows = []
     for spec, each in policies.items():
         by_seed = [statistics.fmean(seed["objective"]) for seed in each["by_seed"]]
-        figures = [statistics.fmean(each[name]) for name in ("objective", "accuracy", "added_params", "cost")]
+        figures = [statistics.fmean(each[name]) for name in ("objective", "accuracy", "added_params")]
+        cost = f"{statistics.fmean(each['cost']):.1f}×" if each["cost"] else ""  # an oracle's hindsight has none
         spread = f" ({min(by_seed):+.1f} to {max(by_seed):+.1f})" if len(by_seed) > 1 else ""
-        cells = [f"{figures[0]:+.2f}{spread}", f"{figures[1]:.1f}", f"{figures[2]:,.0f}", f"{figures[3]:.1f}×"]
+        cells = [f"{figures[0]:+.2f}{spread}", f"{figures[1]:.1f}", f"{figures[2]:,.0f}", cost]
         rows.append([short(spec), *cells, _difference(against.get(spec))])
     header = ["policy", "objective", "accuracy %", "added parameters", "cost", f"{short(first)} − it"]
     scored = "test images" if found["final"] else "validation images"
