@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from esper.kasmina.row_layout import BACK, STORED, fold_rows, unfold_rows
+from esper.kasmina.row_layout import BACK, STORED, fold_rows, has_kernels, unfold_rows
 
 Statistics = dict[str, Tensor]
 """Buffer name → the value which this batch alone would give it."""
@@ -124,7 +124,7 @@ class Conv2d(Layer):
             weight = weight * (self.mask if weight.dim() == 4 else self.mask[:, None, None])
         if weight.dim() == 4:
             return F.conv2d(x, weight, padding=self.kernel_size // 2, groups=self.groups)
-        if x.device.type == "cuda" and self.groups == 1 and x.dtype != torch.float64:
+        if has_kernels(x) and self.groups == 1:
             return self._cuda_rows(x, weight)
         return self._grouped(x, weight)
 
@@ -279,7 +279,7 @@ class GroupNorm(_AffineNorm):
         if self.weight.dim() == 1:
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         rows, wide = x.shape[0], self.width // self.groups
-        if x.device.type == "cuda" and x.dtype != torch.float64 and wide & (wide - 1) == 0:
+        if has_kernels(x) and wide & (wide - 1) == 0:
             from esper.kasmina.row_kernels import group_norm_stored
 
             stored = x.permute(STORED["cuda"])
@@ -369,7 +369,7 @@ class Scale(Layer):
         self.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 5 and x.device.type == "cuda" and x.dtype != torch.float64 and self.weight.dim() == 2:
+        if has_kernels(x) and self.weight.dim() == 2:
             from esper.kasmina.row_kernels import scale_stored
 
             return scale_stored(x.permute(STORED["cuda"]), self.weight).permute(BACK["cuda"])

@@ -30,6 +30,11 @@ def unfold_rows(x: Tensor, rows: int) -> Tensor:
     return x.view(batch, rows, channels // rows, height, width).transpose(0, 1)
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether these are rows of images for which there are kernels of ours: on CUDA, in no more than float32."""
+    return x.dim() == 5 and x.device.type == "cuda" and x.dtype != torch.float64
+
+
 def _as_stored(x: Tensor) -> tuple[Tensor, int]:
     """The same numbers in the order of memory, and the axis of rows there."""
     if x.dim() != 5:

@@ -9,6 +9,7 @@ from esper.kasmina.blending import BlendGate
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import RowCall
 from esper.kasmina.lifecycle import SeedState
+from esper.kasmina.row_layout import has_kernels
 from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec
 from esper.tolaria.stacked import MemberWeights, StackedOptimizer, per_member
 from esper.tolaria.tasks import OptimiserConfig
@@ -108,7 +109,7 @@ class Bank:
         delta = self._call("seed", weights, h)
         gate = self._call("gate", weights, h) if "gate" in self.styles else None
         style, multiplies = self.style.index_select(0, members), "multiply" in self.styles
-        if h.dim() == 5 and h.device.type == "cuda" and h.dtype != torch.float64:
+        if has_kernels(h):
             from esper.tolaria.blend_kernel import blend_images  # needs triton, which only CUDA builds bring along
 
             return blend_images(h, delta, gate, style, strength, valid, multiplies=multiplies)

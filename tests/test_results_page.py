@@ -1,0 +1,44 @@
+"""The page of results: it is what was measured, and says it in the words that the figures allow."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("results_page")
+
+
+def test_the_page_of_results_is_what_was_measured(results: ModuleType) -> None:
+    """If not: `python benchmarks/results_page.py > docs/results.md`."""
+    written = (ROOT / "docs" / "results.md").read_text()
+    assert written == results.page()
+
+
+def test_a_row_of_the_page(results: ModuleType) -> None:
+    """Means over hosts, spread over seeds, and what the first policy has over this one; words only for enough seeds."""
+    seeds = [{"objective": [2.0, 4.0]}, {"objective": [5.0, 5.0]}]
+    figures = {"accuracy": [80.0, 90.0], "added_params": [100.0, 300.0], "cost": [2.0, 2.0]}
+    learned = {"objective": [3.5, 4.5], "by_seed": seeds, "by_kind": {}, "share_of_oracle": 0.5, **figures}
+    waits = {"objective": [0.0, 0.0], "by_seed": seeds[:1], "by_kind": {}, **figures}
+    difference = {"mean": 4.0, "low": 1.5, "high": 6.5}
+    compared = {"policy": "runs/a0+runs/a1", "against": "wait", "difference": difference, "superior": True}
+    machine = {"accelerator": None, "cores": 2}
+    found = {
+        "task": "digits_blind", "hosts": 2, "final": True, "policies": {"runs/a0+runs/a1": learned, "wait": waits},
+        "differences": [compared | {"not_worse": True, "enough_seeds": False}],
+        "provenance": {"command": "esper evaluate", "torch": "2.13.0", "machine": machine},
+    }  # fmt: skip
+    text = results.evaluation(found)
+    assert "| a (2 seeds) | +4.00 (+3.0 to +5.0) | 85.0 | 200 | 2.0× |  |" in text
+    assert "| wait | +0.00 | 85.0 | 200 | 2.0× | +4.00 (+1.50 to +6.50) |" in text
+    assert "50 % of the oracle's objective" in text
+    found["differences"] = [compared | {"not_worse": True, "enough_seeds": True}]
+    assert "(+1.50 to +6.50), superior |" in results.evaluation(found)
