@@ -46,6 +46,8 @@ class EvaluateCommand:
     """Points by which a policy may be worse than another and still be called not worse."""
     workers: int = 1
     """Processes that share the work, one thread each; the results are the same."""
+    keep: Path | None = None
+    """Folder for what is done, piece by piece; the same command takes it from there and goes on. For long ones."""
     preset: str = "core"
     """Heads and ops of the policies: core or full, as the runs were trained."""
     isolation: Literal["shadow", "straight_through"] = "shadow"
@@ -75,6 +77,7 @@ class EvaluateCommand:
             margin=self.margin,
             greedy=self.greedy,
             workers=self.workers,
+            keep=self.keep,
         )
         _print(console, found)
         if self.json is not None:
@@ -85,7 +88,7 @@ class EvaluateCommand:
 
     def _provenance(self) -> dict[str, Json]:
         """What the figures were made with."""
-        places = ("json", "picture", "data_dir")  # where things lie on this machine made no figure
+        places = ("json", "picture", "keep", "data_dir")  # where things lie on this machine made no figure
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in places}
         flags = [
             f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')} {shlex.quote(str(value))}"

@@ -111,6 +111,26 @@ def scale_stored(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tile(sample, start, pixels, column, columns, PIXELS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Where a sample's next pixels lie, and which of these there are."""
+    pixel = start + tl.arange(0, PIXELS)
+    seen = (pixel < pixels)[:, None] & (column < columns)[None, :]
+    return (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :], seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _per_column(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """A number per group, for each of its columns."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _per_group(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The sum over each group's columns."""
+    return tl.sum(tl.reshape(x, (GROUPS, WIDTH)), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, out, means, scales, pixels, columns, groups, eps,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
@@ -122,30 +142,24 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     count = pixels * WIDTH
     total = tl.zeros((GROUPS * WIDTH,), tl.float32)
     for start in range(0, pixels, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        place = (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :]
+        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
         total += tl.sum(tl.load(x + place, mask=seen, other=0.0).to(tl.float32), 0)
-    mean = tl.sum(tl.reshape(total, (GROUPS, WIDTH)), 1) / count
-    spread = tl.reshape(tl.broadcast_to(mean[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
+    mean = _per_group(total, GROUPS, WIDTH) / count
+    spread = _per_column(mean, GROUPS, WIDTH)
     square = tl.zeros((GROUPS * WIDTH,), tl.float32)
     for start in range(0, pixels, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        place = (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :]
+        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
         away = tl.where(seen, tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - spread[None, :], 0.0)
         square += tl.sum(away * away, 0)
-    scale = 1.0 / tl.sqrt(tl.sum(tl.reshape(square, (GROUPS, WIDTH)), 1) / count + eps)
+    scale = 1.0 / tl.sqrt(_per_group(square, GROUPS, WIDTH) / count + eps)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(means + sample * groups + group, mean, mask=group < groups)
     tl.store(scales + sample * groups + group, scale, mask=group < groups)
-    factor = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
+    factor = _per_column(scale, GROUPS, WIDTH)
     factor = factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) - factor * spread
     for start in range(0, pixels, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        place = (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :]
+        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
         value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
         tl.store(out + place, factor[None, :] * value + offset[None, :], mask=seen)
 
@@ -166,9 +180,7 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     plain = tl.zeros((GROUPS * WIDTH,), tl.float32)
     along = tl.zeros((GROUPS * WIDTH,), tl.float32)
     for start in range(0, pixels, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        place = (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :]
+        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
         g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
         normal = (tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
         plain += tl.sum(g, 0)
@@ -176,14 +188,12 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_bias + sample * columns + column, plain, mask=inside)
     tl.store(to_weight + sample * columns + column, along, mask=inside)
     count = pixels * WIDTH
-    level = tl.sum(tl.reshape(w * plain, (GROUPS, WIDTH)), 1) / count
-    slope = tl.sum(tl.reshape(w * along, (GROUPS, WIDTH)), 1) / count
-    level = tl.reshape(tl.broadcast_to(level[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
-    slope = tl.reshape(tl.broadcast_to(slope[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
+    level = _per_group(w * plain, GROUPS, WIDTH) / count
+    slope = _per_group(w * along, GROUPS, WIDTH) / count
+    level = _per_column(level, GROUPS, WIDTH)
+    slope = _per_column(slope, GROUPS, WIDTH)
     for start in range(0, pixels, PIXELS):
-        pixel = start + tl.arange(0, PIXELS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        place = (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :]
+        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
         g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
         normal = (tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
         value = scale[None, :] * (w[None, :] * g - level[None, :] - normal * slope[None, :])

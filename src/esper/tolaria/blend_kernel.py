@@ -26,14 +26,11 @@ COLUMNS = 256
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
-def _forward_kernel(  # type: ignore[no-untyped-def]
-    h, delta, gate, style, strength, valid, out,
-    batch, pixels, entries, channels, chunk,
-    multiplies: tl.constexpr, gates: tl.constexpr,
-    ROWS: tl.constexpr, ENTRIES: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
+def _entries_of(  # type: ignore[no-untyped-def]
+    sample, gate, style, strength, valid, batch, entries, channels,
+    gates: tl.constexpr, ENTRIES: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """One sample, a block of entries and a chunk of pixels per program."""
-    sample = tl.program_id(0)
+    """A program's columns and whether they exist; style, strength, strength behind the gate and validity of each."""
     column = tl.arange(0, ENTRIES * CHANNELS)
     entry, channel = tl.program_id(1) * ENTRIES + column // CHANNELS, column % CHANNELS
     inside = (entry < entries) & (channel < channels)
@@ -43,12 +40,32 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     opened = factor
     if gates:
         opened = factor * tl.load(gate + entry * batch + sample, mask=inside, other=0.0).to(tl.float32)
+    return entry * channels + channel, inside, kind, factor, opened, acts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(sample, start, pixels, column, inside, columns, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Where a sample's next pixels lie, and which of these there are."""
+    pixel = start + tl.arange(0, ROWS)
+    seen = (pixel < pixels)[:, None] & inside[None, :]
+    return (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :], seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    h, delta, gate, style, strength, valid, out,
+    batch, pixels, entries, channels, chunk,
+    multiplies: tl.constexpr, gates: tl.constexpr,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One sample, a block of entries and a chunk of pixels per program."""
+    sample = tl.program_id(0)
+    column, inside, kind, factor, opened, acts = _entries_of(
+        sample, gate, style, strength, valid, batch, entries, channels, gates, ENTRIES, CHANNELS
+    )
     first = tl.program_id(2) * chunk
     for start in range(first, tl.minimum(first + chunk, pixels), ROWS):
-        pixel = start + tl.arange(0, ROWS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        base = (sample * pixels + pixel).to(tl.int64) * (entries * channels)
-        place = base[:, None] + (entry * channels + channel)[None, :]
+        place, seen = _tile(sample, start, pixels, column, inside, entries * channels, ROWS)
         d = tl.load(delta + place, mask=seen, other=0.0).to(tl.float32)
         effect = factor[None, :] * d
         if multiplies:
@@ -69,21 +86,12 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One sample and a block of entries per program; a gate's gradient is a sum over all pixels and channels."""
     sample = tl.program_id(0)
-    column = tl.arange(0, ENTRIES * CHANNELS)
-    entry, channel = tl.program_id(1) * ENTRIES + column // CHANNELS, column % CHANNELS
-    inside = (entry < entries) & (channel < channels)
-    kind = tl.load(style + entry, mask=inside, other=0)
-    factor = tl.load(strength + entry, mask=inside, other=0.0).to(tl.float32)
-    acts = tl.load(valid + entry, mask=inside, other=0) != 0
-    opened = factor
-    if gates:
-        opened = factor * tl.load(gate + entry * batch + sample, mask=inside, other=0.0).to(tl.float32)
+    column, inside, kind, factor, opened, acts = _entries_of(
+        sample, gate, style, strength, valid, batch, entries, channels, gates, ENTRIES, CHANNELS
+    )
     total = tl.zeros([ENTRIES * CHANNELS], dtype=tl.float32)
     for start in range(0, pixels, ROWS):
-        pixel = start + tl.arange(0, ROWS)
-        seen = (pixel < pixels)[:, None] & inside[None, :]
-        base = (sample * pixels + pixel).to(tl.int64) * (entries * channels)
-        place = base[:, None] + (entry * channels + channel)[None, :]
+        place, seen = _tile(sample, start, pixels, column, inside, entries * channels, ROWS)
         g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
         result = factor[None, :] * g
         if multiplies or gates:

@@ -26,6 +26,7 @@ from esper.simic.training.jobs import (
     job_runner,
     members,
 )
+from esper.simic.training.kept import KeptResults
 from esper.simic.training.kinds import KindSummary, by_kind
 from esper.simic.training.results import Result
 from esper.simic.training.runs import git_hash
@@ -165,11 +166,13 @@ def run_comparisons(
     greedy: bool = False,
     workers: int = 1,
     progress: bool = True,
+    keep: Path | None = None,
 ) -> Comparisons:
     """Evaluate policies given by name on several tasks; `config` says on which hosts, its task is not looked at.
 
     A name is a rule, `heuristic:FILE`, `schedule:FILE`, `oracle`, run folders joined by `+`, or `retrained:POLICY` or
     `static:POLICY` of another name of the list. A final evaluation is signed into the run folders before it begins.
+    What is done lies in the folder `keep`, and is taken from there the next time.
     """
     if len(set(tasks)) != len(tasks) or not tasks:
         raise BadValueError(f"tasks {list(tasks)} must be different ones, at least one")
@@ -189,7 +192,8 @@ def run_comparisons(
     controls = [(each, spec) for each in configs for spec in specs if spec not in plain]
     total = sum(map(len, grown.values())) + sum(len(grown[Key(each.task, base_of(spec))]) for each, spec in controls)
     total *= config.hosts
-    with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers, advance) as run:
+    kept = KeptResults(keep) if keep is not None else None
+    with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers, advance, kept) as run:
         found = _run_all(run, grown)
         found |= _run_all(
             run,

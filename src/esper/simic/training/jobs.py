@@ -5,9 +5,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -189,31 +190,45 @@ def _run_oracle(unseen: UnseenHosts, config: EvaluationConfig) -> Result:
 Run = Callable[[Sequence[Contender]], list[Result]]
 
 
+class Memory(Protocol):
+    """Remembers what jobs led to."""
+
+    def divide(self, contenders: Sequence[Contender]) -> tuple[list["Done"], list[Job]]:
+        """What is done, with its results, and the jobs that are left."""
+        ...
+
+    def keep(self, done: Iterable["Done"]) -> Iterator["Done"]:
+        """The same, each remembered as it comes."""
+        ...
+
+
 @contextmanager
-def job_runner(workers: int, advance: Advance | None = None) -> Iterator[Run]:
+def job_runner(workers: int, advance: Advance | None = None, memory: Memory | None = None) -> Iterator[Run]:
     """Runs contenders here, or in so many processes of one thread each; the results are the same, in their order.
 
     Processes are spawned: they know the tasks that are registered by importing esper, or the main module. `advance`
-    counts hosts × contenders.
+    counts hosts × contenders. What `memory` has is not run again.
     """
     require_whole("workers", workers, 1)
+
+    def run_all(contenders: Sequence[Contender], run_jobs: Callable[[list[Job]], Iterable[Done]]) -> list[Result]:
+        if memory is None:
+            return collect(contenders, run_jobs(make_jobs(contenders)), advance)
+        done, left = memory.divide(contenders)
+        return collect(contenders, chain(done, memory.keep(run_jobs(left))), advance)
+
     if workers == 1:
         opened = lru_cache(maxsize=1)(EvaluationConfig.open)  # jobs come task by task
-
-        def run_here(contenders: Sequence[Contender]) -> list[Result]:
-            return collect(contenders, (_run_job(job, opened) for job in make_jobs(contenders)), advance)
-
-        yield run_here
+        yield lambda contenders: run_all(contenders, lambda jobs: (_run_job(job, opened) for job in jobs))
         return
     pool = worker_pool(workers)
 
-    def run_there(contenders: Sequence[Contender]) -> list[Result]:
-        futures = [pool.submit(run_in_worker, job) for job in make_jobs(contenders)]
-        done = (future.result() for future in as_completed(futures))  # the first failure ends all
-        return collect(contenders, done, advance)
+    def run_there(jobs: list[Job]) -> Iterator[Done]:
+        futures = [pool.submit(run_in_worker, job) for job in jobs]
+        return (future.result() for future in as_completed(futures))  # the first failure ends all
 
     try:
-        yield run_there
+        yield lambda contenders: run_all(contenders, run_there)
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -1,0 +1,148 @@
+"""Evaluations that keep what they have done."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from esper.leyline import BadValueError
+from esper.simic.training import jobs, kept
+from esper.simic.training.comparison import run_comparisons
+from esper.simic.training.evaluation import UnseenHosts
+from esper.simic.training.jobs import Contender, EvaluationConfig, Job, job_runner
+from esper.simic.training.kept import KeptResults
+from esper.simic.training.results import Fossil, Result
+
+CONFIG = EvaluationConfig("digits_blind", 6, 7)
+RULES = [Contender(CONFIG, spec) for spec in ("wait", "random", "schedule")]
+
+
+class StoppedError(Exception):
+    """Stands for a kill."""
+
+
+class Ran(list[tuple[str, int]]):
+    """Which contender was run on which host; stops in the job that goes beyond so many of them."""
+
+    stop_after = 10**9
+
+    def run_job(self, unseen: UnseenHosts, job: Job) -> list[Result]:
+        """Results that tell contender and host."""
+        self.extend((one.spec, host) for one in job.contenders for host in job.hosts)
+        if len(self) > self.stop_after:
+            raise StoppedError
+        return [
+            Result(
+                [float(host) for host in job.hosts], [1.5] * len(job.hosts), [float("inf")] * len(job.hosts),
+                [3] * len(job.hosts), [[Fossil("r1c0", one.spec, alpha=0.5)] for _ in job.hosts],
+                {"train": [2.0] * len(job.hosts)}, {"1": [0.25] * len(job.hosts)},
+            )
+            for one in job.contenders
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
+    """No host lives; three contenders have two hosts at a time."""
+    found = Ran()
+    monkeypatch.setattr(jobs, "run_job", found.run_job)
+    monkeypatch.setattr(EvaluationConfig, "open", lambda config: None)
+    monkeypatch.setattr(jobs, "AT_ONCE", 8)
+    monkeypatch.setattr(kept, "git_hash", lambda: "a commit")
+    return found
+
+
+def run(contenders: list[Contender], folder: Path | None) -> list[Result]:
+    with job_runner(1, memory=KeptResults(folder) if folder else None) as runner:
+        return runner(contenders)
+
+
+def test_a_stopped_evaluation_goes_on_where_it_was(ran: Ran, tmp_path: Path) -> None:
+    whole = run(RULES, None)
+    ran.clear()
+    ran.stop_after = 8
+    with pytest.raises(StoppedError):
+        run(RULES, tmp_path)
+    ran.stop_after = 10**9
+    done = set(ran[:6])  # the first of three jobs
+    ran.clear()
+    assert run(RULES, tmp_path) == whole, "to the bit, what JSON does not know included"
+    assert sorted(ran) == sorted({(one.spec, host) for one in RULES for host in range(6)} - done)
+    ran.clear()
+    assert run(RULES, tmp_path) == whole
+    assert not ran
+
+
+def test_rules_that_one_evaluation_ran_are_there_for_the_next(ran: Ran, tmp_path: Path) -> None:
+    run(RULES[:2], tmp_path)
+    ran.clear()
+    both = run([RULES[2], RULES[0]], tmp_path)
+    assert {spec for spec, _ in ran} == {"schedule"}
+    assert [result.fossils[0][0].blueprint for result in both] == ["schedule", "wait"], (
+        "in the order that was asked for"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RULES[0], spec="heuristic"),
+        replace(RULES[0], greedy=True),
+        replace(RULES[0], config=replace(CONFIG, seed=8)),
+        replace(RULES[0], config=replace(CONFIG, final=True)),
+        replace(RULES[0], base=Result([0.0], [0.0], [0.0], [0], [[]])),
+    ],
+)
+def test_what_differs_was_not_run_yet(ran: Ran, tmp_path: Path, other: Contender) -> None:
+    run(RULES[:1], tmp_path)
+    ran.clear()
+    run([other], tmp_path)
+    assert len(ran) == 6
+
+
+def test_another_version_of_the_code_runs_everything(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(RULES[:1], tmp_path)
+    ran.clear()
+    monkeypatch.setattr(kept, "git_hash", lambda: "another commit")
+    run(RULES[:1], tmp_path)
+    assert len(ran) == 6
+
+
+def test_a_file_with_another_content_is_another_policy(ran: Ran, tmp_path: Path) -> None:
+    file, folder = tmp_path / "tuned.json", tmp_path / "kept"
+    file.write_text("one")
+    tuned = [Contender(CONFIG, f"heuristic:{file}")]
+    run(tuned, folder)
+    file.write_text("two")
+    ran.clear()
+    run(tuned, folder)
+    assert len(ran) == 6
+
+
+def test_where_the_data_lie_does_not_matter(ran: Ran, tmp_path: Path) -> None:
+    run(RULES[:1], tmp_path)
+    ran.clear()
+    run([replace(RULES[0], config=replace(CONFIG, data_dir=tmp_path))], tmp_path)
+    assert not ran
+
+
+def test_damage_is_named(ran: Ran, tmp_path: Path) -> None:
+    run(RULES[:1], tmp_path)
+    damaged = next(tmp_path.glob("*.json"))
+    damaged.write_text(damaged.read_text()[:-20])
+    with pytest.raises(BadValueError, match=f"{damaged.name}.*remove it"):
+        run(RULES[:1], tmp_path)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(BadValueError, match=r"nothing can be kept in .*file"):
+        KeptResults(blocked)
+
+
+def test_real_results_survive(tmp_path: Path) -> None:
+    """Through `esper evaluate`'s own path, with a control that starts from another's results."""
+    config = EvaluationConfig("digits_blind", 2, 7)
+    specs = ["random-commit", "wait", "retrained:random-commit"]
+    first = run_comparisons(["digits_blind"], specs, config, keep=tmp_path, progress=False)
+    assert len(list(tmp_path.iterdir())) == 3
+    second = run_comparisons(["digits_blind"], specs, config, keep=tmp_path, progress=False)
+    assert second == first
