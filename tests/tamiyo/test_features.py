@@ -30,7 +30,7 @@ from esper.tamiyo import (
     growth_table,
     signals_to_features,
 )
-from esper.tamiyo.features import LIMIT, SENSED
+from esper.tamiyo.features import LIMIT, SENSED, tell_end
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView
 
 COUNT = 3
@@ -109,7 +109,12 @@ def random_signals(n: int, slot_count: int = COUNT, blueprints: int = COUNT, see
         best=best,
     )
     offers = OfferView(worth=uniform(*nsb), fits=chance(*nsb), cost=uniform(*nsb))
-    critic = CriticView(uniform(n, low=-5.0, high=5.0), uniform(n, high=100.0), uniform(n, low=-5.0, high=5.0))
+    critic = CriticView(
+        uniform(n, low=-5.0, high=5.0),
+        uniform(n, high=100.0),
+        uniform(n, low=-5.0, high=5.0),
+        uniform(n, high=100.0),
+    )
     return TrainingSignals(hosts, each, offers, critic)
 
 
@@ -138,11 +143,11 @@ def changed(one: Tensor, other: Tensor, layout: ObservationLayout) -> set[str]:
 @pytest.mark.parametrize("sensing", [True, False])
 def test_every_column_is_named_once_and_the_sizes_match(sensing: bool) -> None:
     """By hand: 12 + 6 ops of the host; 28 + 8 stages + 3 blueprints of a slot, 3 of them sensed; 3 of an offer, one of
-    them sensed; 3 of the critic."""
+    them sensed; 4 of the critic."""
     layout = growth_layout(slots(2), sensing=sensing)
     slot, offer = (39, 3) if sensing else (36, 2)
-    assert layout.sizes == (18, 2 * slot, 2 * 3 * offer, 3)
-    assert len(set(layout.column_names)) == len(layout.column_names) == 18 + slot + offer + 3
+    assert layout.sizes == (18, 2 * slot, 2 * 3 * offer, 4)
+    assert len(set(layout.column_names)) == len(layout.column_names) == 18 + slot + offer + 4
     features = signals_to_features(random_signals(5, 2), layout)
     assert features.shape == (5, layout.size)
     assert features.dtype == torch.float32
@@ -170,7 +175,7 @@ def test_columns_do_not_depend_on_number_and_names_of_slots() -> None:
 def test_the_critic_has_the_control_and_nobody_else() -> None:
     """By name; by value below."""
     layout = growth_layout(slots(COUNT))
-    assert layout.critic == ("potential", "control_accuracy", "control_change")
+    assert layout.critic == ("potential", "control_accuracy", "control_change", "control_end")
     assert not [name for name in (*layout.host, *layout.slot, *layout.offer) if "control" in name]
 
 
@@ -201,7 +206,7 @@ def test_by_hand() -> None:
             seed_gradient=Measured(one * (math.e - 1), one, one.bool()),
         ),
         OfferView(torch.tensor([[[0.5, 0.2, 0.1]]]), torch.tensor([[[True, True, False]]]), torch.zeros(1, 1, 3)),
-        CriticView(torch.tensor([2.0]), torch.tensor([70.0]), torch.tensor([1.0])),
+        CriticView(torch.tensor([2.0]), torch.tensor([70.0]), torch.tensor([1.0]), torch.tensor([80.0])),
     )
     layout = growth_layout(slots(1))
     columns = named(signals_to_features(signals, layout), layout)
@@ -230,6 +235,7 @@ def test_by_hand() -> None:
         "critic.potential": [0.2],
         "critic.control_accuracy": [0.7],
         "critic.control_change": [0.1],
+        "critic.control_end": [0.8],
     }
     for name, value in wanted.items():
         assert columns[name].flatten().tolist() == pytest.approx(value, abs=1e-6), name
@@ -356,7 +362,17 @@ def test_the_control_changes_only_the_critic() -> None:
     layout, signals = growth_layout(slots(COUNT)), random_signals(10)
     other = signals._replace(critic=random_signals(10, seed=1).critic)
     differing = changed(signals_to_features(signals, layout), signals_to_features(other, layout), layout)
-    assert differing == {"critic.potential", "critic.control_accuracy", "critic.control_change"}
+    assert differing == {f"critic.{name}" for name in layout.critic}
+
+
+def test_the_end_is_told_in_one_column() -> None:
+    layout = growth_layout(slots(COUNT))
+    steps = torch.stack([signals_to_features(random_signals(4, seed=seed), layout) for seed in range(3)])
+    before, end = steps.clone(), torch.tensor([10.0, 20.0, 30.0, 40.0])
+    told = tell_end(steps, layout, end)
+    assert torch.equal(steps, before), "what was seen stays as it was"
+    assert changed(before.flatten(0, 1), told.flatten(0, 1), layout) == {"critic.control_end"}
+    torch.testing.assert_close(named(told[1], layout)["critic.control_end"].flatten(), end / 100)
 
 
 def test_nothing_is_read_back_from_the_device() -> None:

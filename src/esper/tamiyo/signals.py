@@ -106,6 +106,8 @@ class CriticView(NamedTuple):
     control_accuracy: Tensor
     control_change: Tensor
     """Since the step before."""
+    control_end: Tensor
+    """What the control comes to: put in when the episode is over, until then as it is now."""
 
 
 class TrainingSignals(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
-from esper.simic.agent import PPOAgent
+from esper.leyline.machine import Machine
+from esper.simic.agent import PPOAgent, save_agent
 from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.apply import IllegalActionError, apply_action
 from esper.simic.training.collect import Collector, action_draws
@@ -18,7 +19,8 @@ from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.evaluation import run_policy
 from esper.simic.training.groups import Groups
-from esper.simic.training.learned import LearnedPolicy
+from esper.simic.training.learned import LearnedPolicy, load_policy
+from esper.simic.training.runs import Progress, Watching
 from esper.simic.training.seeds import PURPOSES, host_seed, purpose_of
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig
@@ -183,6 +185,32 @@ def test_the_control_is_the_critics_alone() -> None:
     assert not torch.equal(value, changed)
 
 
+def test_the_critic_looks_back() -> None:
+    """After a round it knows at every step what the control came to, and its values are those of this knowledge; what
+    was chosen stays what it was."""
+    runner = make_runner()
+    agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
+    collector = Collector([runner], agent, RewardConfig(), rng_seed=4)
+    collector.collect(0)  # statistics of observations, so that columns are on a common scale
+    [record] = collector.collect(1)
+    end = record.features[:, :, -len(runner.layout.critic) + runner.layout.critic.index("control_end")]
+    control = record.control_accuracies[-1].float() / 100
+    assert len(control.unique()) > 1
+    torch.testing.assert_close(end, control.expand(12, -1))
+    buffer, memory = collector.buffer, agent.network.initial_memory(6)
+    for step in range(12):
+        masks = {name: mask[:, step] for name, mask in buffer.masks.items()}
+        core, after = agent.network.step(agent.network.encode(buffer.observations[:, step]).trunk, memory)
+        encoded = agent.network.encode(buffer.observations[:, step])
+        value = agent.values_of(agent.network.value(core, encoded), buffer.tasks)
+        torch.testing.assert_close(buffer.values[:, step], value, rtol=1e-4, atol=1e-4)
+        actions = buffer.actions[:, step]
+        decision = agent.network.decide(core, encoded, masks, buffer.epsilon, actions=actions)
+        torch.testing.assert_close(buffer.log_probs[:, step], decision.log_probs, rtol=1e-4, atol=1e-4)
+        memory = after
+    assert agent.update(buffer).behaviour_gap < 1e-4
+
+
 # -- what is paid -----------------------------------------------------------------------------------------------------
 
 
@@ -310,3 +338,15 @@ def test_a_policy_works_on_hosts_with_other_slots(tmp_path: Path) -> None:
     policy = LearnedPolicy(agent)
     _, actions, _ = play(runner, policy)
     assert actions[0].shape == (6, 3)
+
+
+def test_a_policy_with_another_critic_acts_all_the_same(tmp_path: Path) -> None:
+    """Checkpoints from before the critic had all of its columns: who only acts never asks it."""
+    runner = make_runner()
+    layout = replace(runner.layout, critic=runner.layout.critic[:2])
+    config = replace(growth_ppo(), network=NetworkConfig(head_gain=1.0))
+    agent = PPOAgent(runner.table, layout, config, rng_seed=5)
+    save_agent(agent, tmp_path / "old", {"progress": Progress(0, 0, 0, Machine.here()), "watching": Watching()})
+    loaded = load_policy(tmp_path / "old", runner.table, runner.layout)
+    one, other = (play(runner, policy)[1] for policy in (LearnedPolicy(agent), loaded))
+    assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))

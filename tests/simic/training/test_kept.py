@@ -48,7 +48,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     monkeypatch.setattr(jobs, "run_job", found.run_job)
     monkeypatch.setattr(EvaluationConfig, "open", lambda config: None)
     monkeypatch.setattr(jobs, "AT_ONCE", 8)
-    monkeypatch.setattr(kept, "git_hash", lambda: "a commit")
     return found
 
 
@@ -103,7 +102,7 @@ def test_what_differs_was_not_run_yet(ran: Ran, tmp_path: Path, other: Contender
 def test_another_version_of_the_code_runs_everything(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(RULES[:1], tmp_path)
     ran.clear()
-    monkeypatch.setattr(kept, "git_hash", lambda: "another commit")
+    monkeypatch.setattr(kept, "source_digest", lambda: "another")
     run(RULES[:1], tmp_path)
     assert len(ran) == 6
 

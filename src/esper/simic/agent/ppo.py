@@ -184,6 +184,17 @@ class PPOAgent:
         """The critic's outputs (n,) as returns of these tasks (n,)."""
         return self.returns.restore(values, tasks)
 
+    @torch.no_grad()
+    def look_back(self, buffer: TamiyoRolloutBuffer) -> None:
+        """Values of a whole round anew, where observations have since learnt what only the end tells. Host sync: one,
+        where rows are cut."""
+        sequences = buffer.sequences()
+        batch = buffer.batch(sequences, np.unique(sequences.rows).tolist())
+        encoded = self.network.encode(buffer.observations.flatten(0, 1)[batch.cells])
+        core = self.network.unroll(encoded.trunk, batch.stretches, batch.memory)
+        tasks = buffer.tasks.repeat_interleave(buffer.capacity)[batch.cells]
+        buffer.values.view(-1)[batch.cells] = self.values_of(self.network.value(core, encoded), tasks)
+
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:

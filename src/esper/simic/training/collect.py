@@ -13,6 +13,7 @@ from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
 from esper.simic.training.rewarding import reward_step
 from esper.simic.training.seeds import Purpose, host_seed
+from esper.tamiyo.features import tell_end
 
 
 class RoundRecord(NamedTuple):
@@ -31,7 +32,7 @@ class RoundRecord(NamedTuple):
     """(n,): fossils"""
     panics: int
     features: Tensor
-    """(steps, n, size): what was observed, not yet normalised"""
+    """(steps, n, size): what was observed, not yet normalised; the critic's columns as they are in the end"""
     actions: Tensor
     """(steps, n, heads)"""
     heads: tuple[str, ...]
@@ -106,6 +107,7 @@ class Collector:
         agent = self.agent
         self.buffer.begin(agent.network.initial_memory(self.buffer.n_envs), agent.epsilon)
         records = [self._play(round_index, runner, rows) for runner, rows in zip(self.runners, self.rows, strict=True)]
+        agent.look_back(self.buffer)
         if agent.progress >= agent.config.freeze_after:
             agent.observations.freeze()
         agent.observations.update(torch.cat([record.features.flatten(0, 1) for record in records]))
@@ -163,7 +165,13 @@ class Collector:
             memory = (memory[0].where(~ends[:, None], 0.0), memory[1].where(~ends[:, None], 0.0))
             results.append(result)
             parts.append(dict(rewarded.breakdown.parts))
-        return self._record(runner, rows, torch.stack(features), results, parts, watched, lstm)
+        control_end = results[-1].hardened_control
+        assert control_end is not None
+        told = tell_end(torch.stack(features), runner.layout, control_end)
+        buffer.observations[rows.start : rows.stop, :steps] = (
+            agent.see(told.flatten(0, 1)).view_as(told).transpose(0, 1)
+        )
+        return self._record(runner, rows, told, results, parts, watched, lstm)
 
     def _record(
         self,

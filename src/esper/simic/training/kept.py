@@ -4,15 +4,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
+import esper
 from esper.leyline import BadValueError
 from esper.leyline.records import Json, encode
 from esper.simic.training.jobs import Contender, Done, Job, is_learned, make_jobs
 from esper.simic.training.results import Fossil, Result
-from esper.simic.training.runs import RunFolder, git_hash
+from esper.simic.training.runs import RunFolder
 
 
 class KeptResults:
@@ -26,7 +28,7 @@ class KeptResults:
         except OSError as error:
             raise BadValueError(f"nothing can be kept in {folder}: {error.strerror}") from None
         self.folder = folder
-        self._code = {"git": git_hash(), "torch": torch.__version__}
+        self._code = {"code": source_digest(), "torch": torch.__version__}
 
     def divide(self, contenders: Sequence[Contender]) -> tuple[list[Done], list[Job]]:
         """What is done, with its results, and the jobs that are left."""
@@ -69,6 +71,13 @@ class KeptResults:
     def _name(self, one: Contender) -> str:
         what = {**self._code, "config": encode(replace(one.config, data_dir=None)), "contender": _content(one)}
         return _digest(json.dumps(what, sort_keys=True).encode())
+
+
+@cache
+def source_digest() -> str:
+    """Of all code of this package: figures are only as good as what made them."""
+    sources = sorted(Path(esper.__file__).parent.rglob("*.py"))
+    return _digest(b"".join(source.read_bytes() for source in sources))
 
 
 def _joined(found: dict[int, Result], hosts: range) -> Result:

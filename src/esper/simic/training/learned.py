@@ -1,5 +1,6 @@
 """A trained agent as a policy among others."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -44,6 +45,7 @@ def load_policy(
 ) -> LearnedPolicy:
     """The policy of a run's checkpoint, for hosts with these heads and columns; their slots may be others."""
     agent, _ = load_agent(folder, EXTRAS, device=device)
+    layout = replace(layout, critic=agent.layout.critic)  # who acts has no use for the critic
     if _columns(agent.layout) != _columns(layout):
         raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
     if _heads(agent.table) != _heads(table):

@@ -86,7 +86,10 @@ class Observer:
             last_succeeded=last_succeeded,
         )
         critic = CriticView(
-            potential, control, torch.zeros_like(control) if self._control is None else control - self._control
+            potential,
+            control,
+            torch.zeros_like(control) if self._control is None else control - self._control,
+            control,
         )
         self._accuracy, self._control = accuracy, control
         slots = self.slots(found, sensing)
