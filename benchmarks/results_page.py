@@ -18,7 +18,8 @@ INTRODUCTION = """\
 Evaluations take hosts that no policy was trained or searched on. The *objective* is the gain in points of accuracy
 over a control that begins alike and never grows, minus the rent of the parameters kept. The unit is the training seed,
 where there is only one the host; intervals are 95 %. *Superior* is a Holm-adjusted p below 0.05, *not worse* a lower
-end above −1 point; with fewer than five training seeds neither word is used.
+end above −1 point; with fewer than five training seeds neither word is used. Learned policies sample their actions, as
+they were trained to; *greedy* is the objective with the likeliest ones.
 """
 
 Content = dict[str, Any]  # Any: what JSON holds
@@ -57,9 +58,10 @@ def evaluation(found: Content) -> str:
         figures = [statistics.fmean(each[name]) for name in ("objective", "accuracy", "added_params")]
         cost = f"{statistics.fmean(each['cost']):.1f}×" if each["cost"] else ""  # an oracle's hindsight has none
         spread = f" ({min(by_seed):+.1f} to {max(by_seed):+.1f})" if len(by_seed) > 1 else ""
-        cells = [f"{figures[0]:+.2f}{spread}", f"{figures[1]:.1f}", f"{figures[2]:,.0f}", cost]
+        greedy = f"{statistics.fmean(each['greedy']['objective']):+.2f}" if each.get("greedy") else ""
+        cells = [f"{figures[0]:+.2f}{spread}", greedy, f"{figures[1]:.1f}", f"{figures[2]:,.0f}", cost]
         rows.append([short(spec), *cells, _difference(against.get(spec))])
-    header = ["policy", "objective", "accuracy %", "added parameters", "cost", f"{short(first)} − it"]
+    header = ["policy", "objective", "greedy", "accuracy %", "added parameters", "cost", f"{short(first)} − it"]
     scored = "test images" if found["final"] else "validation images"
     made = found["provenance"]
     machine = made["machine"]["accelerator"] or f"{made['machine']['cores']} CPU cores"

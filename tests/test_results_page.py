@@ -27,6 +27,7 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     seeds = [{"objective": [2.0, 4.0]}, {"objective": [5.0, 5.0]}]
     figures = {"accuracy": [80.0, 90.0], "added_params": [100.0, 300.0], "cost": [2.0, 2.0]}
     learned = {"objective": [3.5, 4.5], "by_seed": seeds, "by_kind": {}, "share_of_oracle": 0.5, **figures}
+    learned["greedy"] = {"objective": [4.25, 4.75]}
     waits = {"objective": [0.0, 0.0], "by_seed": seeds[:1], "by_kind": {}, **figures}
     difference = {"mean": 4.0, "low": 1.5, "high": 6.5}
     compared = {"policy": "runs/a0+runs/a1", "against": "wait", "difference": difference, "superior": True}
@@ -37,8 +38,8 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
         "provenance": {"command": "esper evaluate", "torch": "2.13.0", "machine": machine},
     }  # fmt: skip
     text = results.evaluation(found)
-    assert "| a (2 seeds) | +4.00 (+3.0 to +5.0) | 85.0 | 200 | 2.0× |  |" in text
-    assert "| wait | +0.00 | 85.0 | 200 | 2.0× | +4.00 (+1.50 to +6.50) |" in text
+    assert "| a (2 seeds) | +4.00 (+3.0 to +5.0) | +4.50 | 85.0 | 200 | 2.0× |  |" in text
+    assert "| wait | +0.00 |  | 85.0 | 200 | 2.0× | +4.00 (+1.50 to +6.50) |" in text
     assert "50 % of the oracle's objective" in text
     found["differences"] = [compared | {"not_worse": True, "enough_seeds": True}]
     assert "(+1.50 to +6.50), superior |" in results.evaluation(found)
