@@ -166,11 +166,11 @@ def tell_end(features: Tensor, layout: ObservationLayout, control_end: Tensor) -
     """Features (steps, N, size) of episodes that are over, with what their controls (N,) came to.
 
     No action reaches a control, so its whole life may be known to the baseline that advantages are measured from: they
-    stay unbiased, and lose the noise that is the host's and not the decision's. In 1,481 episodes of `digits_blind`
-    what a plan gained varied by 18.2 (squared points) from host to host, given the control's end by 7.5.
+    stay unbiased, and lose noise that is the host's and not the decision's. On `digits_blind`, what a plan gains varies
+    by 18.6 (squared points) among hosts with equal first accuracies, and by 11.2 where the control's end is known too.
     """
     told = features.clone()
-    told[..., layout.size - len(layout.critic) + layout.critic.index("control_end")] = _accuracy(control_end).float()
+    told[..., layout.size - len(layout.critic) + layout.critic.index("control_end")] = _accuracy(control_end)
     return told
 
 

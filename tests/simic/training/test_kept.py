@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.training import jobs, kept
+from esper.simic.training import comparison, jobs, kept, named
 from esper.simic.training.comparison import run_comparisons
 from esper.simic.training.evaluation import UnseenHosts
-from esper.simic.training.jobs import Contender, EvaluationConfig, Job, job_runner
+from esper.simic.training.finals import sign_final
+from esper.simic.training.jobs import Contender, EvaluationConfig, Job, job_runner, run_everything
 from esper.simic.training.kept import KeptResults
 from esper.simic.training.results import Fossil, Result
 
@@ -52,7 +54,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
 
 
 def run(contenders: list[Contender], folder: Path | None) -> list[Result]:
-    with job_runner(1, memory=KeptResults(folder) if folder else None) as runner:
+    with job_runner(1, recall=KeptResults(folder).recall if folder else run_everything) as runner:
         return runner(contenders)
 
 
@@ -69,6 +71,21 @@ def test_a_stopped_evaluation_goes_on_where_it_was(ran: Ran, tmp_path: Path) -> 
     assert sorted(ran) == sorted({(one.spec, host) for one in RULES for host in range(6)} - done)
     ran.clear()
     assert run(RULES, tmp_path) == whole
+    assert not ran
+
+
+def test_others_may_take_part_when_it_goes_on(ran: Ran, tmp_path: Path) -> None:
+    """Blocks of hosts are then cut in another way: what is whole is taken, what is not is run again."""
+    run(RULES, tmp_path / "whole")
+    wanted = [run([one], None)[0] for one in RULES[:2]]
+    ran.clear()
+    ran.stop_after = 8
+    with pytest.raises(StoppedError):
+        run(RULES, tmp_path / "stopped")
+    ran.stop_after = 10**9
+    assert run(RULES[1::-1], tmp_path / "stopped") == wanted[::-1]
+    ran.clear()
+    assert run(RULES[:2], tmp_path / "stopped") == run(RULES[:2], tmp_path / "whole") == wanted
     assert not ran
 
 
@@ -89,6 +106,10 @@ def test_rules_that_one_evaluation_ran_are_there_for_the_next(ran: Ran, tmp_path
         replace(RULES[0], greedy=True),
         replace(RULES[0], config=replace(CONFIG, seed=8)),
         replace(RULES[0], config=replace(CONFIG, final=True)),
+        replace(RULES[0], config=replace(CONFIG, task="digits_varied")),
+        replace(RULES[0], config=replace(CONFIG, preset="full")),
+        replace(RULES[0], config=replace(CONFIG, isolation="straight_through")),
+        replace(RULES[0], config=replace(CONFIG, device="cuda")),
         replace(RULES[0], base=Result([0.0], [0.0], [0.0], [0], [[]])),
     ],
 )
@@ -118,6 +139,43 @@ def test_a_file_with_another_content_is_another_policy(ran: Ran, tmp_path: Path)
     assert len(ran) == 6
 
 
+def test_a_shipped_plan_is_known_by_its_content(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "shipped.json"
+    monkeypatch.setattr(named, "shipped_file", lambda kind, task: file)
+    for content in ("one", "two", "one"):
+        file.write_text(content)
+        run([Contender(CONFIG, "schedule"), Contender(CONFIG, "heuristic:shipped")], tmp_path / "kept")
+    assert len(ran) == 24, "the first content was there already"
+
+
+def test_a_run_that_goes_on_is_another_policy(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it goes on while it is evaluated: what round 1 found is never taken for what round 2 would find."""
+    folder, kept_in = tmp_path / "run", tmp_path / "kept"
+
+    def finish_round(number: int) -> None:
+        checkpoint = folder / "checkpoints" / f"round-{number:05}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "agent.json").write_text(str(number))
+
+    finish_round(1)
+    learned = [Contender(CONFIG, str(folder))]
+    play = jobs.run_job
+
+    def go_on_meanwhile(unseen: UnseenHosts, job: Job) -> list[Result]:
+        found = play(unseen, job)
+        if not (folder / "checkpoints" / "round-00002").exists():
+            finish_round(2)
+        return found
+
+    monkeypatch.setattr(jobs, "run_job", go_on_meanwhile)
+    run(learned, kept_in)
+    assert len(ran) == 6
+    run(learned, kept_in)
+    assert len(ran) == 12
+    run(learned, kept_in)
+    assert len(ran) == 12
+
+
 def test_where_the_data_lie_does_not_matter(ran: Ran, tmp_path: Path) -> None:
     run(RULES[:1], tmp_path)
     ran.clear()
@@ -139,9 +197,27 @@ def test_damage_is_named(ran: Ran, tmp_path: Path) -> None:
 
 def test_real_results_survive(tmp_path: Path) -> None:
     """Through `esper evaluate`'s own path, with a control that starts from another's results."""
-    config = EvaluationConfig("digits_blind", 2, 7)
+    config = EvaluationConfig(tiny_task().name, 2, 7)
     specs = ["random-commit", "wait", "retrained:random-commit"]
-    first = run_comparisons(["digits_blind"], specs, config, keep=tmp_path, progress=False)
+    first = run_comparisons([NAME], specs, config, keep=tmp_path, progress=False)
     assert len(list(tmp_path.iterdir())) == 3
-    second = run_comparisons(["digits_blind"], specs, config, keep=tmp_path, progress=False)
+    second = run_comparisons([NAME], specs, config, keep=tmp_path, progress=False)
     assert second == first
+
+
+def test_going_on_is_not_another_look(tmp_path: Path) -> None:
+    """At test images; other hosts are one, and so is the same evaluation where nothing was kept of it."""
+    entry = {"when": "then", "task": "t", "hosts": 2, "seed": 1}
+    assert sign_final([tmp_path], entry, going_on=True) == []
+    assert sign_final([tmp_path], {**entry, "when": "later"}, going_on=True) == []
+    assert "2 times, first at then" in sign_final([tmp_path], {**entry, "seed": 2}, going_on=True)[0]
+    assert sign_final([tmp_path], entry)
+
+
+def test_nothing_is_signed_where_nothing_can_be_kept(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed: list[object] = []
+    monkeypatch.setattr(comparison, "sign_final", lambda *given, **more: signed.append(given))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadValueError, match="nothing can be kept"):
+        run_comparisons(["digits_blind"], ["wait"], replace(CONFIG, final=True), keep=tmp_path / "file")
+    assert not signed

@@ -49,8 +49,8 @@ class NotFiniteError(EsperError, FloatingPointError):
 class PPOAgent:
     """A policy with its optimiser, normalisers and schedules.
 
-    One round: `act` for every step into a `TamiyoRolloutBuffer`, then `update`. All randomness comes from the agent's
-    own generator, on the CPU, so results do not depend on the device's.
+    One round: `act` for every step into a `TamiyoRolloutBuffer`, `look_back` where its end tells the critic more, then
+    `update`. All randomness comes from the agent's own generator, on the CPU, so results do not depend on the device's.
     """
 
     def __init__(

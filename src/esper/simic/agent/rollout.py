@@ -165,7 +165,7 @@ class TamiyoRolloutBuffer:
         return torch.arange(self.capacity, device=self.device) < self.lengths.unsqueeze(1)
 
     def sequences(self) -> "Sequences":
-        """Where rows are cut. Host sync: once per update, for `ends`."""
+        """Where rows are cut. Host sync: one, for `ends`."""
         ends = self.ends.cpu().numpy()
         starts, lengths, rows = [], [], []
         for row, length in enumerate(self._lengths):

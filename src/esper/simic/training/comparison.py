@@ -25,6 +25,7 @@ from esper.simic.training.jobs import (
     is_learned,
     job_runner,
     members,
+    run_everything,
 )
 from esper.simic.training.kept import KeptResults
 from esper.simic.training.kinds import KindSummary, by_kind
@@ -181,7 +182,8 @@ def run_comparisons(
     configs = [replace(config, task=task) for task in tasks]
     for each in configs:
         check_specs(specs, each)
-    warnings = _sign(tasks, specs, config) if config.final else []
+    recall = KeptResults(keep).recall if keep is not None else run_everything
+    warnings = _sign(tasks, specs, config, going_on=keep is not None) if config.final else []
     plain = [spec for spec in specs if base_of(spec) == spec]
     grown = {
         Key(each.task, spec, likeliest): [Contender(each, member, greedy=likeliest) for member in members(spec)]
@@ -192,8 +194,7 @@ def run_comparisons(
     controls = [(each, spec) for each in configs for spec in specs if spec not in plain]
     total = sum(map(len, grown.values())) + sum(len(grown[Key(each.task, base_of(spec))]) for each, spec in controls)
     total *= config.hosts
-    kept = KeptResults(keep) if keep is not None else None
-    with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers, advance, kept) as run:
+    with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers, advance, recall) as run:
         found = _run_all(run, grown)
         found |= _run_all(
             run,
@@ -240,7 +241,7 @@ def _on_one_task(
     )
 
 
-def _sign(tasks: Sequence[str], specs: Sequence[str], config: EvaluationConfig) -> list[str]:
+def _sign(tasks: Sequence[str], specs: Sequence[str], config: EvaluationConfig, *, going_on: bool) -> list[str]:
     runs = [Path(member) for spec in specs if is_learned(spec) for member in members(spec)]
     entry = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -250,7 +251,7 @@ def _sign(tasks: Sequence[str], specs: Sequence[str], config: EvaluationConfig) 
         "git": git_hash(),
         "policies": list(specs),
     }
-    return sign_final(runs, entry)
+    return sign_final(runs, entry, going_on=going_on)
 
 
 def _over_tasks(tasks: dict[str, Comparison]) -> Rows:

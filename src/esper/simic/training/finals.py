@@ -10,12 +10,13 @@ from esper.nissa.log import Json, JsonLines, read_lines
 FINAL = "final.jsonl"
 
 
-def sign_final(runs: Sequence[Path], entry: dict[str, Json]) -> list[str]:
+def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, going_on: bool = False) -> list[str]:
     """Append the entry to every run's `final.jsonl`; returns a warning for each run that was signed before.
 
-    Every file is opened before the first is written to: one that cannot be written stops all.
+    Every file is opened before the first is written to: one that cannot be written stops all. `going_on`: the same
+    evaluation, stopped and begun again, is not another look.
     """
-    warnings = [warning for run in runs for warning in _earlier(run)]
+    warnings = [warning for run in runs for warning in _earlier(run, entry if going_on else None)]
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(JsonLines(run / FINAL)) for run in runs]
@@ -26,8 +27,10 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json]) -> list[str]:
     return warnings
 
 
-def _earlier(run: Path) -> list[str]:
+def _earlier(run: Path, same: dict[str, Json] | None) -> list[str]:
     found = list(read_lines(run / FINAL)) if (run / FINAL).is_file() else []
+    if same is not None:
+        found = [entry for entry in found if entry | {"when": ""} != same | {"when": ""}]
     if not found:
         return []
     first = found[0]

@@ -5,10 +5,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -190,36 +189,38 @@ def _run_oracle(unseen: UnseenHosts, config: EvaluationConfig) -> Result:
 Run = Callable[[Sequence[Contender]], list[Result]]
 
 
-class Memory(Protocol):
-    """Remembers what jobs led to."""
+class Done(NamedTuple):
+    """A job and what it led to."""
 
-    def divide(self, contenders: Sequence[Contender]) -> tuple[list["Done"], list[Job]]:
-        """What is done, with its results, and the jobs that are left."""
-        ...
+    job: Job
+    results: list[Result]
 
-    def keep(self, done: Iterable["Done"]) -> Iterator["Done"]:
-        """The same, each remembered as it comes."""
-        ...
+
+RunJobs = Callable[[list[Job]], Iterable[Done]]
+Recall = Callable[[Sequence[Contender], RunJobs], Iterable[Done]]
+"""All of the contenders' work: what is known already, and what the given function finds about the rest."""
+
+
+def run_everything(contenders: Sequence[Contender], run_jobs: RunJobs) -> Iterable[Done]:
+    """Nothing is known."""
+    return run_jobs(make_jobs(contenders))
 
 
 @contextmanager
-def job_runner(workers: int, advance: Advance | None = None, memory: Memory | None = None) -> Iterator[Run]:
+def job_runner(workers: int, advance: Advance | None = None, recall: Recall = run_everything) -> Iterator[Run]:
     """Runs contenders here, or in so many processes of one thread each; the results are the same, in their order.
 
     Processes are spawned: they know the tasks that are registered by importing esper, or the main module. `advance`
-    counts hosts × contenders. What `memory` has is not run again.
+    counts hosts × contenders.
     """
     require_whole("workers", workers, 1)
-
-    def run_all(contenders: Sequence[Contender], run_jobs: Callable[[list[Job]], Iterable[Done]]) -> list[Result]:
-        if memory is None:
-            return collect(contenders, run_jobs(make_jobs(contenders)), advance)
-        done, left = memory.divide(contenders)
-        return collect(contenders, chain(done, memory.keep(run_jobs(left))), advance)
-
     if workers == 1:
         opened = lru_cache(maxsize=1)(EvaluationConfig.open)  # jobs come task by task
-        yield lambda contenders: run_all(contenders, lambda jobs: (_run_job(job, opened) for job in jobs))
+
+        def run_here(jobs: list[Job]) -> Iterator[Done]:
+            return (_run_job(job, opened) for job in jobs)
+
+        yield lambda contenders: collect(contenders, recall(contenders, run_here), advance)
         return
     pool = worker_pool(workers)
 
@@ -228,16 +229,9 @@ def job_runner(workers: int, advance: Advance | None = None, memory: Memory | No
         return (future.result() for future in as_completed(futures))  # the first failure ends all
 
     try:
-        yield lambda contenders: run_all(contenders, run_there)
+        yield lambda contenders: collect(contenders, recall(contenders, run_there), advance)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-class Done(NamedTuple):
-    """A job and what it led to."""
-
-    job: Job
-    results: list[Result]
 
 
 def collect(contenders: Sequence[Contender], done: Iterable[Done], advance: Advance | None = None) -> list[Result]:

@@ -7,20 +7,21 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
-import torch
-
-import esper
 from esper.leyline import BadValueError
-from esper.leyline.records import Json, encode
-from esper.simic.training.jobs import Contender, Done, Job, is_learned, make_jobs
+from esper.leyline.files import replace_file
+from esper.leyline.machine import Machine
+from esper.leyline.records import encode
+from esper.simic.training.jobs import Contender, Done, Job, RunJobs, make_jobs
+from esper.simic.training.named import policy_files
 from esper.simic.training.results import Fossil, Result
-from esper.simic.training.runs import RunFolder
+from esper.tolaria import get_task
 
 
 class KeptResults:
     """A file per contender and block of hosts. Its name says what was run: the hosts, the policy with its content, the
-    code and torch. Whatever of these is different was not run yet. In which company does not matter: a policy finds the
-    same alone and beside others, so rules that one evaluation has run are there for the next."""
+    code and the machine. Whatever of these is different was not run yet; tasks of your own are known by their name
+    alone. In which company does not matter (on CUDA, up to rounding): a policy finds the same alone and beside others,
+    so rules that one evaluation has run are there for the next."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -28,11 +29,23 @@ class KeptResults:
         except OSError as error:
             raise BadValueError(f"nothing can be kept in {folder}: {error.strerror}") from None
         self.folder = folder
-        self._code = {"code": source_digest(), "torch": torch.__version__}
 
-    def divide(self, contenders: Sequence[Contender]) -> tuple[list[Done], list[Job]]:
+    def recall(self, contenders: Sequence[Contender], run_jobs: RunJobs) -> Iterator[Done]:
+        """What is known, and the rest as it is found and written down."""
+        names = [name_of(one) for one in contenders]  # once: a run may go on meanwhile
+        done, jobs = self._divide(contenders, names)
+        yield from done
+        for one in run_jobs(jobs):
+            hosts = one.job.hosts
+            for place, result in zip(one.job.places, one.results, strict=True):
+                # Python's own JSON: it knows infinity.
+                text = json.dumps(asdict(result))
+                replace_file(self.folder / f"{names[place]}-{hosts.start}-{hosts.stop}.json", text)
+            yield one
+
+    def _divide(self, contenders: Sequence[Contender], names: Sequence[str]) -> tuple[list[Done], list[Job]]:
         """What is done, with its results, and the jobs that are left."""
-        known = [self._recall(one) for one in contenders]
+        known = [self._read(name) for name in names]
         done, left = [], []
         for place, (one, found) in enumerate(zip(contenders, known, strict=True)):
             if len(found) == one.config.hosts:
@@ -49,55 +62,42 @@ class KeptResults:
                 jobs.append(moved)
         return done, jobs
 
-    def keep(self, done: Iterable[Done]) -> Iterator[Done]:
-        """The same, each written as it comes."""
-        for one in done:
-            hosts = one.job.hosts
-            for contender, result in zip(one.job.contenders, one.results, strict=True):
-                path = self.folder / f"{self._name(contender)}-{hosts.start}-{hosts.stop}.json"
-                part = path.with_suffix(".part")
-                part.write_text(json.dumps(asdict(result)))  # Python's own JSON knows infinity
-                part.replace(path)  # a result is there whole or not at all
-            yield one
-
-    def _recall(self, one: Contender) -> dict[int, Result]:
+    def _read(self, name: str) -> dict[int, Result]:
         """By host."""
         found: dict[int, Result] = {}
-        for path in sorted(self.folder.glob(f"{self._name(one)}-*.json")):
+        for path in sorted(self.folder.glob(f"{name}-*.json")):
             result, first = _read(path), int(path.stem.split("-")[1])
             found |= {first + place: result.part(range(place, place + 1)) for place in range(len(result.objective))}
         return found
 
-    def _name(self, one: Contender) -> str:
-        what = {**self._code, "config": encode(replace(one.config, data_dir=None)), "contender": _content(one)}
-        return _digest(json.dumps(what, sort_keys=True).encode())
+
+def name_of(one: Contender) -> str:
+    """Two contenders have the same name only where they would find the same."""
+    # All that a control of another policy has is its base.
+    files = policy_files(one.spec, get_task(one.config.task)) if one.base is None else []
+    what = {
+        "code": source_digest(),
+        "machine": encode(Machine.here()),
+        "config": encode(replace(one.config, data_dir=None)),
+        "policy": [one.spec, one.greedy, encode(one.base)],
+        "files": [_digest(path.read_bytes()) for path in files],
+    }
+    return _digest(json.dumps(what, sort_keys=True).encode())
 
 
 @cache
 def source_digest() -> str:
     """Of all code of this package: figures are only as good as what made them."""
-    sources = sorted(Path(esper.__file__).parent.rglob("*.py"))
+    sources = sorted(Path(__file__).parents[2].rglob("*.py"))
     return _digest(b"".join(source.read_bytes() for source in sources))
-
-
-def _joined(found: dict[int, Result], hosts: range) -> Result:
-    return Result.joined([found[host] for host in hosts])
-
-
-def _content(one: Contender) -> list[Json]:
-    """What a contender is made of; the name alone would also fit a run that has gone on since."""
-    kind, _, file = one.spec.partition(":")
-    source: Path | None = None
-    if one.base is None and is_learned(one.spec):
-        source = RunFolder.last_checkpoint(Path(one.spec))
-    elif kind in ("heuristic", "schedule") and Path(file).is_file():
-        source = Path(file)
-    files = [] if source is None else sorted(source.iterdir()) if source.is_dir() else [source]
-    return [one.spec, one.greedy, encode(one.base), [_digest(path.read_bytes()) for path in files]]
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _joined(found: dict[int, Result], hosts: Iterable[int]) -> Result:
+    return Result.joined([found[host] for host in hosts])
 
 
 def _read(path: Path) -> Result:

@@ -56,5 +56,18 @@ def _from_run(path: Path, task: Task, table: ActionTable, device: str) -> Policy
     return load_policy(last, table, layout, device=device)
 
 
+def policy_files(spec: str, task: Task) -> list[Path]:
+    """The files that make one policy what it is, beside the code: a plan, thresholds or the last checkpoint."""
+    name, _, file = spec.partition(":")
+    if name == "schedule":
+        return [_tuned_file("schedule", file or SHIPPED, task)]
+    if name == "heuristic" and file:
+        return [_tuned_file("heuristic", file, task)]
+    if name in RULES:
+        return []
+    last = RunFolder.last_checkpoint(Path(spec))
+    return [] if last is None else sorted(last.iterdir())
+
+
 def _tuned_file(kind: TunedKind, file: str, task: Task) -> Path:
     return shipped_file(kind, task.name) if file == SHIPPED else Path(file)
