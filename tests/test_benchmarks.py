@@ -300,29 +300,6 @@ def test_only_fossils_are_trained_on(benchmark: Callable[[str], ModuleType]) -> 
     assert work[0] > work[1] == 1.0
 
 
-def test_credit_noise(tmp_path: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gains made by hand: of the plan, 0.5 of the control's end, 2 per group (its variance is 4), 1 per host."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module, draws = importlib.import_module("credit_noise"), np.random.default_rng(0)
-    episodes = []
-    for group in range(400):
-        control = [30 + draws.normal(), 35 + draws.normal(), 36 + draws.normal(), 40 + 10 * draws.normal()]
-        shared = 2 * draws.normal()
-        for _ in range(3):
-            plan = int(draws.integers(3))
-            gain = 10.0 * plan + 0.5 * control[-1] + shared + draws.normal()
-            episodes.append(module.Episode(("run", 0, group), (f"r1c{plan}/norm",), gain, control))
-    episodes.append(module.Episode(("run", 1, 0), ("rare",), 1000.0, control))
-    monkeypatch.setattr(module, "read", lambda folder, first_round: iter(episodes))
-    monkeypatch.setattr(module, "read_config", lambda folder: quick_config())
-    printed = run_here("credit_noise", "--runs", "any", "--out", str(tmp_path))
-    assert "1200 episodes, 3 plans" in printed, "what happened once tells nothing"
-    found = json.loads((tmp_path / f"credit_noise_{QUICK}.json").read_text())["variance"]
-    assert [found[name] for name in ("plan", "plan, first accuracies")] == pytest.approx([30, 30], rel=0.15)
-    assert found["plan, first accuracies, control's end"] == pytest.approx(5, rel=0.15)
-    assert found["the same, within groups"] == pytest.approx(1, rel=0.15)
-
-
 def test_healthy_rounds(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """A run of one round: trained, read, and read once more with a warning in its log; one that was not watched to its
     end is refused."""

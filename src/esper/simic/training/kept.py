@@ -45,7 +45,7 @@ class KeptResults:
 
     def _divide(self, contenders: Sequence[Contender], names: Sequence[str]) -> tuple[list[Done], list[Job]]:
         """What is done, with its results, and the jobs that are left."""
-        known = [self._read(name) for name in names]
+        known = [self._known(name) for name in names]
         done, left = [], []
         for place, (one, found) in enumerate(zip(contenders, known, strict=True)):
             if len(found) == one.config.hosts:
@@ -62,7 +62,7 @@ class KeptResults:
                 jobs.append(moved)
         return done, jobs
 
-    def _read(self, name: str) -> dict[int, Result]:
+    def _known(self, name: str) -> dict[int, Result]:
         """By host."""
         found: dict[int, Result] = {}
         for path in sorted(self.folder.glob(f"{name}-*.json")):
