@@ -48,10 +48,10 @@ def short(spec: str) -> str:
 
 
 def evaluation(found: Content) -> str:
-    """One task: all policies, what the first one has over the others, and kinds of hosts."""
+    """One task: all policies, what learned ones have over the others, and kinds of hosts."""
     policies: Content = found["policies"]
-    first = next(iter(policies))
-    against = {one["against"]: one for one in found["differences"] if one["policy"] == first}
+    against = {(one["policy"], one["against"]): one for one in found["differences"]}
+    compared = list(dict.fromkeys(policy for policy, _ in against))
     rows = []
     for spec, each in policies.items():
         by_seed = [statistics.fmean(seed["objective"]) for seed in each["by_seed"]]
@@ -60,15 +60,18 @@ def evaluation(found: Content) -> str:
         spread = f" ({min(by_seed):+.1f} to {max(by_seed):+.1f})" if len(by_seed) > 1 else ""
         greedy = f"{statistics.fmean(each['greedy']['objective']):+.2f}" if each.get("greedy") else ""
         cells = [f"{figures[0]:+.2f}{spread}", greedy, f"{figures[1]:.1f}", f"{figures[2]:,.0f}", cost]
-        rows.append([short(spec), *cells, _difference(against.get(spec))])
-    header = ["policy", "objective", "greedy", "accuracy %", "added parameters", "cost", f"{short(first)} − it"]
+        rows.append([short(spec), *cells, *(_difference(against.get((policy, spec))) for policy in compared)])
+    header = ["policy", "objective", "greedy", "accuracy %", "added parameters", "cost"]
+    header += [f"{short(policy)} − it" for policy in compared]
     scored = "test images" if found["final"] else "validation images"
     made = found["provenance"]
     machine = made["machine"]["accelerator"] or f"{made['machine']['cores']} CPU cores"
-    text = [f"## {found['task']}: {found['hosts']} unseen hosts, {scored}\n", _table(header, rows), ""]
-    share = policies[first].get("share_of_oracle")
-    if share is not None:
-        text.append(f"{short(first)} reaches {100 * share:.0f} % of the oracle's objective.\n")
+    heading = f"## {found['task']}: {', '.join(map(short, compared))} on {found['hosts']} unseen hosts, {scored}\n"
+    text = [heading, _table(header, rows), ""]
+    for policy in compared:
+        share = policies[policy].get("share_of_oracle")
+        if share is not None:
+            text.append(f"{short(policy)} reaches {100 * share:.0f} % of the oracle's objective.\n")
     if any(each.get("by_kind") for each in policies.values()):
         text += [_kinds(policies), ""]
     task = get_task(found["task"])
@@ -145,7 +148,7 @@ def gain_lasts(found: Content) -> str:
             name, str(each["seeds"]), f"{each['figures']['gain']:+.1f}", f"{each['figures']['gain_later']:+.1f}",
             f"{100 * each['figures']['share']:.0f} % ({100 * each['figures']['share_low']:.0f} to "
             f"{100 * each['figures']['share_high']:.0f})",
-            f"{each['figures']['over_compute']['mean']:+.1f}", f"{each['figures']['over_compute_later']['mean']:+.1f}",
+            *(_points(each["figures"][name]) for name in ("over_compute", "over_compute_later")),
         ]
         for name, each in found["policies"].items()
     ]  # fmt: skip
@@ -157,6 +160,10 @@ def gain_lasts(found: Content) -> str:
         )
         + "\n"
     )
+
+
+def _points(difference: Content) -> str:
+    return f"{difference['mean']:+.1f} ({difference['low']:+.1f} to {difference['high']:+.1f})"
 
 
 def loop_throughput(found: Content) -> str:
