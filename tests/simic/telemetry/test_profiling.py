@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper.leyline import BadValueError, UnknownNameError
-from esper.simic.telemetry import Spans, operator_trace
+from esper.simic.telemetry import Spans, check_trace, operator_trace
 
 
 def test_nested_spans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +149,14 @@ def test_trace_paths(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "file" / "t.json", "cannot be written"), (tmp_path / "t.txt", "must end in .json")):
         with pytest.raises(BadValueError, match=words), operator_trace(path):
             raise AssertionError("ran")
+
+
+def test_trying_a_path_leaves_nothing(tmp_path: Path) -> None:
+    """Folders come with the trace: a run that is traced into its own folder must find that free."""
+    (tmp_path / "there").mkdir()
+    for path in (tmp_path / "run" / "profile" / "t.json", tmp_path / "there" / "t.json"):
+        check_trace(path)
+        assert [found.name for found in tmp_path.rglob("*")] == ["there"]
+    with operator_trace(tmp_path / "run" / "profile" / "t.json") as file:
+        torch.ones(2).sum()
+    assert file.is_file()

@@ -1,7 +1,7 @@
 """A trace of every operator, on request: what `torch.profiler` sees, in a file that browsers can show."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ def operator_trace(path: Path | str, device: torch.device | str = "cpu", *, stac
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
         profiler.stop()
+        file.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(file))
 
 
@@ -53,13 +54,18 @@ def _activities(device: torch.device) -> tuple[ProfilerActivity, ...]:
 def _writable(path: Path) -> Path:
     if not path.name.endswith((".json", ".json.gz")):
         raise BadValueError(f"a trace called {path.name!r}; its name must end in .json or .json.gz")
+    made = [folder for folder in path.parents if not folder.exists()]  # the innermost first
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         with path.open("a"):
             pass
         if new:
-            path.unlink()  # nothing stays where there is nothing to write in the end
+            path.unlink()
     except OSError as error:
         raise BadValueError(f"a trace cannot be written to {path}: {error.strerror}; give another path") from error
+    finally:
+        for folder in made:  # nothing stays where nothing is written yet: a new run must find its folder free
+            with suppress(OSError):
+                folder.rmdir()
     return path

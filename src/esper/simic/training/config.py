@@ -35,6 +35,8 @@ class TrainConfig:
     """Hosts per group beside its control."""
     seed: int = 0
     """Everything random follows from it."""
+    start: Path | None = None
+    """A run whose controller this one begins with: its weights, and how it scales what it sees; all else is new."""
     preset: str = "core"
     """Heads and ops of the controller: core or full."""
     sensing: bool = True

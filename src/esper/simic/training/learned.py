@@ -1,13 +1,13 @@
-"""A trained agent as a policy among others."""
+"""A trained agent as a policy among others, and as the beginning of another."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.training.runs import EXTRAS
+from esper.simic.training.runs import EXTRAS, RunFolder
 from esper.tamiyo import ActionTable, ObservationLayout, signals_to_features
 from esper.tamiyo.network import Memory
 from esper.tamiyo.policy import View
@@ -46,16 +46,39 @@ def load_policy(
     """The policy of a run's checkpoint, for hosts with these heads and columns; their slots may be others."""
     agent, _ = load_agent(folder, EXTRAS, device=device)
     layout = replace(layout, critic=agent.layout.critic)  # who acts has no use for the critic
-    if _columns(agent.layout) != _columns(layout):
-        raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
-    if _heads(agent.table) != _heads(table):
-        raise CheckpointError(f"{folder}: a policy with heads {_heads(agent.table)}; wanted {_heads(table)}")
+    _check_fits(agent, table, layout, folder)
     if agent.table != table or agent.layout != layout:
         moved = PPOAgent(table, layout, agent.config, total_updates=agent.total_updates, device=device)
         moved.network.load_state_dict(agent.network.state_dict())
         moved.observations.statistics.load_state_dict(agent.observations.statistics.state_dict())
         agent = moved
     return LearnedPolicy(agent, greedy=greedy)
+
+
+def begin_with(agent: PPOAgent, run: Path) -> None:
+    """Give a new agent what the last checkpoint of a run has learnt: weights, and the statistics of observations, which
+    stay as they are, as they do wherever a policy that was trained is used."""
+    folder = RunFolder.last_checkpoint(run)
+    if folder is None:
+        raise CheckpointError(f"{run} has no checkpoint to start from; name a run with at least one complete round")
+    learned, _ = load_agent(folder, EXTRAS, device=str(agent.device))
+    _check_fits(learned, agent.table, agent.layout, folder)
+    ours, its = ({**asdict(one.config.network), "critic columns": one.layout.critic} for one in (agent, learned))
+    if differing := {name: (its[name], ours[name]) for name in ours if its[name] != ours[name]}:
+        raise CheckpointError(f"{folder}: a network of another make, (its, this run's): {differing}; make them alike")
+    agent.network.load_state_dict(learned.network.state_dict())
+    agent.observations.statistics.load_state_dict(learned.observations.statistics.state_dict())
+    agent.observations.frozen = True
+    mine, theirs = agent.returns.statistics, learned.returns.statistics
+    if len(mine.mean) == len(theirs.mean):  # with more tasks, or fewer, the critic finds its scale anew
+        mine.load_state_dict(theirs.state_dict())
+
+
+def _check_fits(agent: PPOAgent, table: ActionTable, layout: ObservationLayout, folder: Path) -> None:
+    if _columns(agent.layout) != _columns(layout):
+        raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
+    if _heads(agent.table) != _heads(table):
+        raise CheckpointError(f"{folder}: a policy with heads {_heads(agent.table)}; wanted {_heads(table)}")
 
 
 def _columns(layout: ObservationLayout) -> tuple[tuple[str, ...], int]:

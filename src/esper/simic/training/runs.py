@@ -25,6 +25,8 @@ from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig
 
 CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
+PATHS = ("data_dir", "start")
+"""Settings that are paths; JSON holds them as text."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,21 @@ class Header(NamedTuple):
 def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
     """Write the resolved configuration of a run, whole or not at all."""
     content = {
-        "config": encode({**asdict(config), "data_dir": None if config.data_dir is None else str(config.data_dir)}),
+        "config": encode({**asdict(config), **{name: _text(getattr(config, name)) for name in PATHS}}),
         "keep_checkpoints": keep_checkpoints,
         "git": git_hash(),
         "torch": torch.__version__,
     }
     content["checksum"] = _config_checksum(content)
     replace_file(path / CONFIG, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _place(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _config_checksum(content: Mapping[str, Json]) -> str:
@@ -209,7 +219,8 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def read_header(path: Path) -> Header:
-    """The configuration, proven to be what was written. Older folders state no checksum, and keep all checkpoints."""
+    """The configuration, proven to be what was written. Older folders state no checksum and no start, and keep all
+    checkpoints."""
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         values = dict(content["config"])
@@ -221,10 +232,10 @@ def read_header(path: Path) -> Header:
                 f"{path / CONFIG} was changed: it states checksum {content['checksum']!r}, its content has {found}; "
                 "put back what was written, or begin anew in another folder"
             )
-    data_dir = values.pop("data_dir", None)
-    config: TrainConfig = decode(TrainConfig, {**values, "data_dir": None}, "config")
+    data_dir, start = (_place(values.pop(name, None)) for name in PATHS)
+    config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, "config")
     keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")
-    return Header(replace(config, data_dir=None if data_dir is None else Path(data_dir)), keep)
+    return Header(replace(config, data_dir=data_dir, start=start), keep)
 
 
 def git_hash() -> str | None:

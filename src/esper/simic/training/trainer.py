@@ -32,6 +32,7 @@ from esper.simic.training.journal import (
     write_events,
     write_metrics,
 )
+from esper.simic.training.learned import begin_with
 from esper.simic.training.runs import RunFolder, Watching
 from esper.simic.training.session import session
 from esper.tolaria import get_task
@@ -73,6 +74,8 @@ class Trainer:
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
             device=config.device,
         )
+        if config.start is not None and (not resume or RunFolder.last_checkpoint(folder) is None):
+            begin_with(self.agent, config.start)
         # Last, so that a run that cannot start leaves nothing behind.
         self.round, watching = 0, Watching()
         if resume:

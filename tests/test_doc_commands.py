@@ -1,0 +1,88 @@
+"""Every `esper` command of README and docs runs, at reduced size: fewer rounds and hosts, shorter episodes."""
+
+import importlib.util
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_docs import PAGES, commands_of, name_of
+
+from esper.cli import main
+from esper.tolaria import TaskRegistry
+
+SMALLER = {
+    "train": {"--rounds": "2", "--hosts": "8"},
+    "evaluate": {"--hosts": "4"},
+    "tune": {"--episodes": "40"},
+}
+"""Subcommand → flags that are set to this, whether the page names them or not."""
+EXTRAS = {"--tensorboard": "tensorboard", "--wandb": "wandb"}
+"""Flag → the package that it needs and that a plain installation lacks."""
+FIRST = ["esper", "train", "--out", "runs/first"]
+"""The run that pages speak of."""
+
+
+@pytest.fixture
+def short_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks under their own names with a fiftieth of the work."""
+    small = {
+        name: replace(task, steps=12, batches_per_step=2, batch=16, calibration_size=64)
+        for name, task in TaskRegistry._tasks.items()
+        if name.startswith("digits")
+    }
+    monkeypatch.setattr(TaskRegistry, "_tasks", TaskRegistry._tasks | small)
+
+
+def reduced(words: list[str]) -> list[str]:
+    """The arguments of a command, smaller."""
+    arguments = words[1:]
+    if "--resume" in arguments:
+        return arguments
+    for flag, value in SMALLER.get(arguments[0], {}).items():
+        if flag in arguments:
+            arguments[arguments.index(flag) + 1] = value
+        else:
+            arguments += [flag, value]
+    return arguments
+
+
+def test_reduced() -> None:
+    """What is named is replaced, what is not is added, what goes on is left alone."""
+    assert reduced(["esper", "train", "--hosts", "32"]) == ["train", "--hosts", "8", "--rounds", "2"]
+    assert reduced(["esper", "train", "--resume", "runs/a"]) == ["train", "--resume", "runs/a"]
+    assert reduced(["esper", "tasks"]) == ["tasks"]
+
+
+def provide(words: list[str]) -> None:
+    """What a page takes for granted: a run to look at, another evaluation, a default folder that is free."""
+    if not Path("runs/first").exists() and "runs/first" in " ".join(words) and "--out" not in words:
+        main(reduced(FIRST))
+    for name in words[words.index("--evaluation") + 1 :] if "--evaluation" in words else []:
+        if name.endswith(".json"):
+            shutil.copy("runs/first/evaluation.json", name)
+    if words[1] == "train" and "--out" not in words and "--resume" not in words:
+        shutil.rmtree("runs/train", ignore_errors=True)
+
+
+@pytest.mark.usefixtures("short_episodes")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(words[0] == "esper" for words in commands_of(page))], ids=name_of
+)
+def test_commands_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From top to bottom in one empty folder. Where an extra is missing, its flag says how to install it."""
+    monkeypatch.chdir(tmp_path)
+    for words in commands_of(page):
+        if words[0] != "esper":
+            continue
+        provide(words)
+        missing = [flag for flag, package in EXTRAS.items() if flag in words and not importlib.util.find_spec(package)]
+        if missing:
+            with pytest.raises(SystemExit):
+                main(reduced(words))
+            assert f"esper-morph[{EXTRAS[missing[0]]}]" in "".join(capsys.readouterr())
+            main(reduced([word for word in words if word not in EXTRAS]))
+        else:
+            main(reduced(words))
