@@ -40,7 +40,7 @@ def short(spec: str) -> str:
     """Runs of several seeds by what their folders have in common."""
     kind, colon, rest = spec.rpartition(":")
     names = [Path(part).name for part in rest.split("+")]
-    if "/" not in rest:
+    if "/" not in rest and "+" not in rest:
         return spec
     if len(names) == 1:
         return f"{kind}{colon}{names[0]}"
@@ -145,16 +145,18 @@ def gain_lasts(found: Content) -> str:
     """What is left of a gain when hosts train on."""
     rows = [
         [
-            name, str(each["seeds"]), f"{each['figures']['gain']:+.1f}", f"{each['figures']['gain_later']:+.1f}",
+            short(name), str(each["seeds"]), f"{each['figures']['gain']:+.1f}", f"{each['figures']['gain_later']:+.1f}",
             f"{100 * each['figures']['share']:.0f} % ({100 * each['figures']['share_low']:.0f} to "
             f"{100 * each['figures']['share_high']:.0f})",
             *(_points(each["figures"][name]) for name in ("over_compute", "over_compute_later")),
         ]
         for name, each in found["policies"].items()
     ]  # fmt: skip
+    scored = "test images" if found["final"] else "validation images"
     return (
-        f"## The gain lasts: {found['task']}, {found['hosts']} hosts\n\nHardened hosts train on for {found['steps']} "
-        "more steps at their final rate, and so does the control (`python benchmarks/gain_lasts.py`).\n\n"
+        f"## The gain lasts: {found['task']}, {found['hosts']} unseen hosts, {scored}\n\n"
+        f"Hardened hosts train on for {found['steps']} more steps at their final rate, and so does the control "
+        "(`python benchmarks/gain_lasts.py`).\n\n"
         + _table(
             ["policy", "seeds", "gain", "later", "share kept", "over a wait host with equal compute", "later"], rows
         )
