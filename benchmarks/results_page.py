@@ -120,7 +120,8 @@ def ablations(found: Content) -> str:
         f"## Ablations: {found['task']}, {found['rounds']} rounds of {found['hosts']} hosts, {found['seeds']} seeds\n\n"
         + _table(["variant", "objective", "accuracy %", "added parameters"], rows)
         + f"\n\nMean ± deviation over seeds, {found['unseen']} unseen hosts, validation images; a report, no claims "
-        "(`python benchmarks/ablations.py`).\n"
+        f"(`python benchmarks/ablations.py --rounds {found['rounds']} --hosts {found['hosts']} --unseen "
+        f"{found['unseen']} --seeds {found['seeds']}`).\n"
     )
 
 
