@@ -149,7 +149,7 @@ def gain_lasts(found: Content) -> str:
             short(name), str(each["seeds"]), f"{each['figures']['gain']:+.1f}", f"{each['figures']['gain_later']:+.1f}",
             f"{100 * each['figures']['share']:.0f} % ({100 * each['figures']['share_low']:.0f} to "
             f"{100 * each['figures']['share_high']:.0f})",
-            *(_points(each["figures"][name]) for name in ("over_compute", "over_compute_later")),
+            *(_points(each["figures"][against]) for against in ("over_compute", "over_compute_later")),
         ]
         for name, each in found["policies"].items()
     ]  # fmt: skip

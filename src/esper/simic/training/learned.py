@@ -1,6 +1,7 @@
 """A trained agent as a policy among others, and as the beginning of another."""
 
 from dataclasses import asdict, replace
+from itertools import permutations
 from pathlib import Path
 
 from torch import Tensor
@@ -63,7 +64,7 @@ def begin_with(agent: PPOAgent, run: Path) -> None:
         raise CheckpointError(f"{run} has no checkpoint to start from; name a run with at least one complete round")
     learned, _ = load_agent(folder, EXTRAS, device=str(agent.device))
     _check_fits(learned, agent.table, agent.layout, folder)
-    ours, its = ({**asdict(one.config.network), "critic columns": one.layout.critic} for one in (agent, learned))
+    ours, its = (asdict(one.config.network) for one in (agent, learned))
     if differing := {name: (its[name], ours[name]) for name in ours if its[name] != ours[name]}:
         raise CheckpointError(f"{folder}: a network of another make, (its, this run's): {differing}; make them alike")
     agent.network.load_state_dict(learned.network.state_dict())
@@ -76,7 +77,14 @@ def begin_with(agent: PPOAgent, run: Path) -> None:
 
 def _check_fits(agent: PPOAgent, table: ActionTable, layout: ObservationLayout, folder: Path) -> None:
     if _columns(agent.layout) != _columns(layout):
-        raise CheckpointError(f"{folder}: a policy that sees other columns than {list(layout.column_names)[:5]} …")
+        unknown, lacking = (
+            [name for name in one if name not in other]
+            for one, other in permutations((agent.layout.column_names, layout.column_names))
+        )
+        raise CheckpointError(
+            f"{folder}: a policy that sees other columns: {unknown[:5]} are not known here, it lacks {lacking[:5]}; "
+            f"it was trained with {agent.layout.blueprints} blueprints, here are {layout.blueprints}"
+        )
     if _heads(agent.table) != _heads(table):
         raise CheckpointError(f"{folder}: a policy with heads {_heads(agent.table)}; wanted {_heads(table)}")
 
