@@ -80,6 +80,9 @@ def evaluation(found: Content) -> str:
         f"An episode trains {images:,} images in {task.steps} steps of {task.batches_per_step} minibatches. "
         f"`{made['command']}` ({machine}, torch {made['torch']}).\n"
     )
+    if found["warnings"]:
+        more = f" (and {len(found['warnings']) - 1} more like it)" if len(found["warnings"]) > 1 else ""
+        text.append(f"Warned: {found['warnings'][0]}{more}.\n")
     return "\n".join(text)
 
 

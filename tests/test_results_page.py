@@ -35,7 +35,7 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     found = {
         "task": "digits_blind", "hosts": 2, "final": True, "policies": {"runs/a0+runs/a1": learned, "wait": waits},
         "differences": [compared | {"not_worse": True, "enough_seeds": False}],
-        "provenance": {"command": "esper evaluate", "torch": "2.13.0", "machine": machine},
+        "provenance": {"command": "esper evaluate", "torch": "2.13.0", "machine": machine}, "warnings": [],
     }  # fmt: skip
     text = results.evaluation(found)
     assert "| a (2 seeds) | +4.00 (+3.0 to +5.0) | +4.50 | 85.0 | 200 | 2.0× |  |" in text
@@ -43,3 +43,6 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     assert "50 % of the oracle's objective" in text
     found["differences"] = [compared | {"not_worse": True, "enough_seeds": True}]
     assert "(+1.50 to +6.50), superior |" in results.evaluation(found)
+    assert "Warned" not in text
+    found["warnings"] = ["runs/a0 was seen", "runs/a1 was seen"]
+    assert "Warned: runs/a0 was seen (and 1 more like it)." in results.evaluation(found)
