@@ -153,7 +153,7 @@ def write_round(events: JsonLines, metrics: JsonLines, number: int, record: Roun
     if number % ROUNDS_PER_ALARM == ROUNDS_PER_ALARM - 1:
         words = "the joint KL of a minibatch was 0.2, above 0.15", "one is noise; if it comes back lower the rate"
         write_alarms(events, [Alarm("kl_spike", "warning", number, "", False, 0.2, 0.15, *words)])
-    write_metrics(metrics, number, [record], pool.slots, pool.update, {"collect_s": 24.1273, "update_s": 0.8734}, {})
+    write_metrics(metrics, number, [record], pool.slots, pool.update, {"collect_s": 24.1273, "update_s": 0.8734})
 
 
 def simulate(pool: Pool, folder: Path, rounds: int, seed: int) -> dict[str, int]:

@@ -14,7 +14,6 @@ of the T steps after it, at the final rate.
 import argparse
 import math
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,9 +25,11 @@ from torch import Tensor
 
 from esper.kasmina import SeedState
 from esper.leyline import SeedStage, head_preset
-from esper.leyline.numbers import require_whole
 from esper.simic.training.costs import CostMeter, Structure
 from esper.simic.training.evaluation import UnseenHosts, run_policy
+from esper.simic.training.finals import sign_policies
+from esper.simic.training.jobs import EvaluationConfig, check_specs, learned_runs, worker_pool
+from esper.simic.training.joined import unfinished
 from esper.simic.training.named import make_policies
 from esper.simic.training.observe import accuracy_of
 from esper.simic.training.statistics import Difference, compare
@@ -210,9 +211,10 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
-    require_whole("--hosts", arguments.hosts, 2, remark="; one host has no interval")
     task = shortened(arguments.task, arguments.steps)
     table = growth_table(head_preset("core"), task.slot_config)
+    hosts = EvaluationConfig(arguments.task, arguments.hosts, arguments.seed, device=arguments.device)
+    check_specs(arguments.policies, hosts)
     jobs = [
         Job(
             *(spec, index, arguments.task, arguments.steps, arguments.hosts, arguments.seed),
@@ -221,17 +223,21 @@ def main() -> None:
         for spec in arguments.policies
         for index in range(len(make_policies(spec, task, table)))
     ]
+    arguments.out.mkdir(parents=True, exist_ok=True)  # where nothing can be written, no look is wasted
+    warnings = unfinished(learned_runs(arguments.policies))
+    if arguments.final:
+        warnings += sign_policies(arguments.policies, [arguments.task], arguments.hosts, arguments.seed)
+    print(*(f"warning: {warning}\n" for warning in warnings), sep="", end="")
     if arguments.workers > 1:
-        context = torch.multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+        with worker_pool(arguments.workers) as pool:
             found = dict(zip(jobs, pool.map(run, jobs), strict=True))
     else:
         found = {job: run(job) for job in jobs}
     by_spec = {spec: [found[job] for job in jobs if job.spec == spec] for spec in arguments.policies}
-    report(by_spec, arguments, task)
+    report(by_spec, arguments, task, warnings)
 
 
-def report(by_spec: dict[str, list[Lasting]], arguments: argparse.Namespace, task: Task) -> None:
+def report(by_spec: dict[str, list[Lasting]], arguments: argparse.Namespace, task: Task, warnings: list[str]) -> None:
     """The table and the JSON."""
     figures = {spec: summarise(found) for spec, found in by_spec.items()}
     images = "test" if arguments.final else "validation"
@@ -263,7 +269,7 @@ def report(by_spec: dict[str, list[Lasting]], arguments: argparse.Namespace, tas
     settings = {"task": arguments.task, "hosts": arguments.hosts, "seed": arguments.seed, "final": arguments.final}
     path = write_result(
         f"gain_lasts_{arguments.task}",
-        {**settings, "steps": task.steps, "bar": BAR, "policies": written},
+        {**settings, "steps": task.steps, "bar": BAR, "policies": written, "warnings": warnings},
         arguments.out,
     )
     print(f"wrote {path.name}")

@@ -184,7 +184,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     last = RunFolder.last_checkpoint(folder)
     assert last is not None
     content, tensors = read_stored(last, AGENT)
-    del content["progress"]["metrics_offset"]
+    del content["progress"]["metrics"]
     return content, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 

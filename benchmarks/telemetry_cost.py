@@ -60,11 +60,11 @@ def unwatched(trainer: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, instead in (
             (trainer.spans, "enabled", False),
-            (collect, "watch", lambda *_: nothing),
+            (collect, "watch", lambda *_: (nothing, ())),
             (collect, "compute_lstm_health", lambda _: None),
             (ppo, "summarise", needed),
             (trainer, "_watch", lambda *_: ((), [])),
-            (loop, "timing_of", lambda _: {}),
+            (loop, "timing_of", lambda *_: {}),
             (loop, "write_metrics", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, instead))
@@ -100,9 +100,9 @@ class Stopwatch:
         """Inside, everything that `unwatched` leaves away is timed."""
         honest = journal.timing_of
 
-        def with_spans(totals: dict[str, Any]) -> dict[str, Json]:
+        def with_spans(totals: dict[str, Any], lost: dict[str, int]) -> dict[str, Json]:
             self.seconds += self.per_span * sum(total.visits for total in totals.values())
-            return honest(totals)
+            return honest(totals, lost)
 
         with ExitStack() as stack:
             for owner, name in (

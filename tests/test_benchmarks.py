@@ -22,6 +22,7 @@ from torch import Tensor
 from esper.leyline import BadValueError, CheckpointError, SeedStage, head_preset
 from esper.simic.training.evaluation import UnseenHosts
 from esper.simic.training.observe import accuracy_of
+from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, TaskRegistry, gains, get_task
 from esper.tolaria.gains import GAINS_FILE, published_gains
 
@@ -255,6 +256,33 @@ def test_gain_lasts(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert waited["by_seed"][0]["work_later"] == [1.0, 1.0]
     later, control = waited["by_seed"][0]["compute_later"], waited["by_seed"][0]["control_later"]
     assert later != control, "it was given more training than the control"
+
+
+def test_gain_lasts_on_test_images_is_signed(
+    tmp_path: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into the learned runs, before anything is measured; a second look, and a run that is not finished, are warned of
+    on the screen and in the JSON. One run is no two training seeds."""
+    monkeypatch.chdir(tmp_path)
+    Trainer(quick_config(1), Path("a")).run(progress=False)
+    unfinished = Trainer(quick_config(2, seed=1, start=Path("a")), Path("b"))
+    with unfinished.folder, unfinished.hub:
+        unfinished.run_round()
+    arguments = ["--task", QUICK, "--hosts", "2", "--steps", "2", "--out", "out"]
+    run_here("gain_lasts", "--policies", "a", *arguments)
+    assert not Path("a/final.jsonl").exists()
+    run_here("gain_lasts", "--policies", "a", "wait", "--final", *arguments)
+    (line,) = Path("a/final.jsonl").read_text().splitlines()
+    assert json.loads(line)["policies"] == ["a", "wait"]
+    assert json.loads(Path(f"out/gain_lasts_{QUICK}.json").read_text())["warnings"] == []
+    printed = run_here("gain_lasts", "--policies", "b", "--final", *arguments)
+    warned = json.loads(Path(f"out/gain_lasts_{QUICK}.json").read_text())["warnings"]
+    assert warned[0].startswith("b has 1 of its 2 rounds behind it")
+    assert warned[1].startswith("b began with the controller of a, which has been in a final evaluation once")
+    assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [f"warning: {w}" for w in warned]
+    with pytest.raises(BadValueError, match="one folder"):
+        run_here("gain_lasts", "--policies", "a+a", "--final", *arguments)
+    assert len(Path("a/final.jsonl").read_text().splitlines()) == 1
 
 
 def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[str], ModuleType]) -> None:

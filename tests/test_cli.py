@@ -10,6 +10,7 @@ from simic.training.tiny import NAME, tiny_task
 
 from esper.cli import main
 from esper.cli.tasks import TasksCommand
+from esper.simic.training.trainer import Trainer
 from esper.tolaria import TaskRegistry, gains, get_task
 
 
@@ -146,6 +147,12 @@ def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in metrics] == [0, 1]
     assert "2 of 2 rounds" in lines_of(capsys, "train", "--resume", str(out))[-1]
+    for more in (["--rounds", "40"], ["--seed", "9"], ["--ppo.rate", "0.1"], ["--out", str(tmp_path / "x")]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", "--resume", str(out), *more])
+        flag = more[0].partition(".")[0]
+        assert f"goes on with {out} as it was configured; leave {flag} away" in capsys.readouterr().err
+    assert "2 of 2 rounds" in lines_of(capsys, "train", "--resume", str(out), "--data-dir", str(tmp_path))[-1]
     policies = f"{out},random,random-commit,heuristic,wait"
     printed = lines_of(
         capsys, "evaluate", "--task", NAME, "--policies", policies, "--hosts", "3", "--json", str(figures)
@@ -183,6 +190,12 @@ def test_ctrl_c_ends_without_a_traceback(capsys: pytest.CaptureFixture[str], mon
         (["evaluate", "--task", "cifar_impaired", "--policies", "schedule"], "for task 'cifar_impaired' is shipped"),
         (["evaluate", "--policies", "heuristic:nowhere.json"], "cannot be read as JSON"),
         (["evaluate", "--task", "nonsense"], "unknown task 'nonsense'"),
+        (["train", "--device", "banana"], "device 'banana' is not here; this machine has cpu"),
+        (["train", "--device", "cuda:99"], "device 'cuda:99' is not here; this machine has cpu"),
+        (["tune", "--device", "cuda:99", "--out", "plan.json"], "device 'cuda:99' is not here; this machine has cpu"),
+        (["tune", "--device", "", "--out", "plan.json"], "device '' is not here"),
+        (["evaluate", "--device", "cuda:99", "--json", "all.json"], "device 'cuda:99' is not here"),
+        (["evaluate", "--device", "meta"], "device 'meta' is not here"),
     ],
 )
 def test_mistakes_are_named(
@@ -199,3 +212,17 @@ def test_mistakes_are_named(
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_stopped_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`esper train … && esper evaluate …` must not evaluate half a run."""
+    tiny_task()
+
+    def stop(trainer: Trainer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run_round", stop)
+    with pytest.raises(SystemExit, match="130"):
+        main(
+            ["train", "--task", NAME, "--rounds", "2", "--hosts", "6", "--members", "2", "--out", str(tmp_path / "run")]
+        )

@@ -100,7 +100,14 @@ def test_csv_and_json(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["run", "from nothing"], "unknown view 'nothing'"),
         (["run", "--csv", "a.csv"], "take the answer of a statement"),
         (["run", "from rounds", "--csv", "a.csv", "--json", "a.json"], "one of them at a time"),
-        (["run", "from rounds", "--csv", "run/events.jsonl"], "belongs to the run"),
+        (
+            ["run", "from rounds", "--csv", "run/events.jsonl"],
+            "run/events.jsonl belongs to the run run; write to a file",
+        ),
+        (["run", "from rounds", "--csv", "run/checkpoints/round-00002/agent.json"], "belongs to the run"),
+        (["run", "from rounds", "--json", "run/sessions.jsonl"], "belongs to the run"),
+        (["run", "from rounds", "--json", "elsewhere/../run/new.json"], "belongs to the run"),
+        (["run", "from rounds", "--csv", "run"], "belongs to the run"),
         (["run", "from rounds", "--csv", "nowhere/a.csv"], "cannot be written"),
         (["run", "select round as a, env as a from seeds", "--json", "a.json"], "called ['a']"),
         (["run", "select i::tinyint as i from range(20000) as t(i)", "--csv", "a.csv"], "Conversion Error"),
@@ -121,6 +128,44 @@ def test_mistakes(
     assert message in captured.err
     assert captured.out == ""
     assert {path: path.read_bytes() for path in run.parent.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("run_name", "target"),
+    [
+        ("run", "to_run/new.csv"),
+        ("run", "to_metrics"),
+        ("to_run", "run/new.csv"),
+        ("run", "run/checkpoints/agent.csv"),
+        ("run", "disk/agent.csv"),
+        ("run", "run/out.csv"),
+    ],
+)
+def test_links_lead_nowhere_into_a_run(
+    run_name: str, target: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither links to a run, nor those in it: its checkpoints may lie on another disk."""
+    monkeypatch.chdir(run.parent)
+    Path("to_run").symlink_to("run")
+    Path("to_metrics").symlink_to("run/metrics.jsonl")
+    Path("disk").mkdir()
+    (run / "checkpoints").symlink_to(Path("disk").resolve())
+    (run / "out.csv").symlink_to("../a.csv")
+    before = {path: path.read_bytes() for path in run.parent.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit):
+        main(["query", run_name, "from rounds", "--csv", target])
+    assert f"{target} belongs to the run {run_name}; write to a file elsewhere" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.parent.rglob("*") if path.is_file()} == before
+
+
+def test_an_answer_beside_a_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From within it, too; and the standard output is no file of that name."""
+    monkeypatch.chdir(run)
+    assert printed(capsys, ".", "select 1 as one", "--csv", "../run.csv") == "1 row in ../run.csv\n"
+    assert (tmp_path / "run.csv").read_text() == "one\n1\n"
+    assert printed(capsys, ".", "select 1 as one", "--csv", "-") == "one\n1\n"
 
 
 def test_an_answer_replaces_a_file_whole(run: Path, tmp_path: Path) -> None:

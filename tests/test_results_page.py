@@ -29,7 +29,7 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     learned = {"objective": [3.5, 4.5], "by_seed": seeds, "by_kind": {}, "share_of_oracle": 0.5, **figures}
     learned["greedy"] = {"objective": [4.25, 4.75]}
     waits = {"objective": [0.0, 0.0], "by_seed": seeds[:1], "by_kind": {}, **figures}
-    difference = {"mean": 4.0, "low": 1.5, "high": 6.5}
+    difference = {"mean": 4.0, "low": 1.5, "high": 6.5, "bootstrap_low": 1.0, "bootstrap_high": 7.0}
     compared = {"policy": "runs/a0+runs/a1", "against": "wait", "difference": difference, "superior": True}
     machine = {"accelerator": None, "cores": 2}
     found = {
@@ -39,10 +39,26 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     }  # fmt: skip
     text = results.evaluation(found)
     assert "| a (2 seeds) | +4.00 (+3.0 to +5.0) | +4.50 | 85.0 | 200 | 2.0× |  |" in text
-    assert "| wait | +0.00 |  | 85.0 | 200 | 2.0× | +4.00 (+1.50 to +6.50) |" in text
+    assert "| wait | +0.00 |  | 85.0 | 200 | 2.0× | +4.00 (+1.50 to +6.50; boot +1.00 to +7.00) |" in text
     assert "50 % of the oracle's objective" in text
     found["differences"] = [compared | {"not_worse": True, "enough_seeds": True}]
-    assert "(+1.50 to +6.50), superior |" in results.evaluation(found)
+    assert "(+1.50 to +6.50; boot +1.00 to +7.00), superior |" in results.evaluation(found)
     assert "Warned" not in text
     found["warnings"] = ["runs/a0 was seen", "runs/a1 was seen"]
     assert "Warned: runs/a0 was seen (and 1 more like it)." in results.evaluation(found)
+
+
+def test_a_second_look_at_test_images_is_on_the_page(results: ModuleType) -> None:
+    """Also where the gain was measured later; results from before there were warnings have none."""
+    points = {"mean": 1.0, "low": 0.5, "high": 1.5}
+    figures = {
+        "gain": 2.0, "gain_later": 1.5, "share": 0.75, "share_low": 0.5, "share_high": 0.9,
+        "over_compute": points, "over_compute_later": points,
+    }  # fmt: skip
+    found = {"task": "digits_blind", "hosts": 2, "seed": 7, "final": True, "steps": 20,
+             "policies": {"a0+a1": {"seeds": 2, "figures": figures}}}  # fmt: skip
+    plain = results.gain_lasts(found)
+    assert "--policies runs/a0+runs/a1 --hosts 2 --seed 7 --final`" in plain
+    assert "| a (2 seeds) | 2 | +2.0 | +1.5 | 75 % (50 to 90) |" in plain
+    assert results.gain_lasts(found | {"warnings": []}) == plain
+    assert results.gain_lasts(found | {"warnings": ["a0 was seen"]}) == plain + "\nWarned: a0 was seen.\n"

@@ -25,6 +25,7 @@ from esper.kasmina import (
 )
 from esper.kasmina.states import join_state, split_state
 from esper.leyline import BadValueError, CheckpointError, SeedStage, StorageError
+from esper.leyline.files import folder_taken
 
 STEPS = 13
 SLOTS = {"0": 6, "2": 6, "4": 6}
@@ -251,6 +252,46 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(BadValueError, match="keep 0"):
         TrainingCheckpoints(tmp_path / "run", keep=0)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00001"]
+
+
+def test_a_step_below_the_newest_is_refused(tmp_path: Path) -> None:
+    """Before anything is written: it would be the first to be removed. The newest itself is replaced."""
+    loop, checkpoints = Loop(0), TrainingCheckpoints(tmp_path / "run", keep=3)
+    for step in (10, 11, 12, 12):
+        checkpoints.save(step, loop.model, loop.parts)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    for step in (1, 11):
+        with pytest.raises(BadValueError, match=rf"step {step} is below step 12, .*; go on from that one, remove"):
+            checkpoints.save(step, loop.model, loop.parts)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00010", "step-00011", "step-00012"]
+    loop.step(0)
+    checkpoints.save(12, loop.model, loop.parts)
+    other = Loop(1)
+    assert checkpoints.load(other.model, other.parts) == 12
+    assert other.everything() == loop.everything()
+
+
+def test_one_process_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first `save` on; several objects of that process may, one after the other. Nothing is left of a lock."""
+    loop, folder = Loop(0), tmp_path / "run"
+    folder.mkdir()
+    one, other = TrainingCheckpoints(folder), TrainingCheckpoints(folder)
+    with folder_taken(folder), pytest.raises(BadValueError, match="run is being written by another process"):
+        one.save(1, loop.model, loop.parts)
+    assert list(folder.iterdir()) == []
+    one.save(1, loop.model, loop.parts)
+    other.save(2, loop.model, loop.parts)
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(BadValueError, match="by another process"):
+            other.save(3, loop.model, loop.parts)
+    del one
+    with pytest.raises(BadValueError, match="by another process"), folder_taken(folder):
+        pass
+    del other
+    with folder_taken(folder):
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00001", "step-00002"]
 
 
 # -- states -----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,29 @@ def test_the_last_are_kept(tmp_path: Path) -> None:
     assert series.numbers() == [2, 10]
 
 
+def test_what_is_next_is_not_below_the_newest(tmp_path: Path) -> None:
+    """It would be removed as soon as it is there; the newest itself, and what was set aside, may come again."""
+    series = make(tmp_path, "round-00010", "round-00011", "round-00012", "refused-round-00013")
+    for number in (1, 9, 11):
+        with pytest.raises(
+            BadValueError, match=rf"round {number} is below round 12, .*go on from that one, remove .* another folder"
+        ):
+            series.require_newest(number)
+    for number in (12, 13, 14):
+        series.require_newest(number)
+    assert series.numbers() == [10, 11, 12]
+    Series(tmp_path / "none", "round").require_newest(1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_newest_may_be_with_a_killed_writer(tmp_path: Path) -> None:
+    """Killed between two renames, as it replaced the newest: that one counts, and is put in its place."""
+    series = make(tmp_path, "round-00001", ".round-00002.abcdefgh/new", ".round-00002.abcdefgh/old")
+    with pytest.raises(BadValueError, match="round 1 is below round 2"):
+        series.require_newest(1)
+    assert names(tmp_path) == ["round-00001", "round-00002"]
+
+
 def test_the_newest_is_read(tmp_path: Path) -> None:
     assert make(tmp_path, "round-00001", "round-00002").read_newest(read) == "2 round-00002"
     assert names(tmp_path) == ["round-00001", "round-00002"]

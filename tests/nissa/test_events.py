@@ -18,6 +18,7 @@ from esper.nissa import (
     RunBegun,
     RunEnded,
     RunResumed,
+    SeedSuspected,
     StageChanged,
     as_line,
     read_lines,
@@ -54,8 +55,20 @@ CASES: list[tuple[Event, str]] = [
         '{"kind":"detail","round":4,"gradients":{"total":{"norm":1.5}},"ratios":{"worst":[]},'
         '"observations":{"loss":{"mean":0.5}},"lstm":{"digits":null}}',
     ),
-    (RunBegun("2025-01-01", 0, 9), '{"kind":"begun","time":"2025-01-01","round":0,"rounds":9}'),
-    (RunResumed("2025-01-01", 3, 9), '{"kind":"resumed","time":"2025-01-01","round":3,"rounds":9}'),
+    (
+        SeedSuspected(3, "digits", 5, 1, "r1c0", "hacking", "warning", 6.0, 1.0),
+        '{"kind":"suspect","round":3,"task":"digits","step":5,"env":1,"slot":"r1c0","suspicion":"hacking",'
+        '"severity":"warning","contribution":6.0,"gain":1.0}',
+    ),
+    (
+        RunBegun("2025-01-01", 0, 9, {"torch": "2.13.0"}, "abc"),
+        '{"kind":"begun","time":"2025-01-01","round":0,"rounds":9,"machine":{"torch":"2.13.0"},"git":"abc"}',
+    ),
+    (
+        RunResumed("2025-01-01", 3, 9, {}, None, ["threads 1 → 2"]),
+        '{"kind":"resumed","time":"2025-01-01","round":3,"rounds":9,"machine":{},"git":null,'
+        '"remarks":["threads 1 \\u2192 2"]}',
+    ),
     (RunEnded("t", 9, "complete", 0), '{"kind":"ended","time":"t","round":9,"why":"complete","dropped":0}'),
 ]
 

@@ -6,15 +6,51 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from threading import Event as Flag
 
 import pytest
 from nissa.watchers import Broken, Recorder, Slow, begun
 
 from esper.leyline import BadValueError
-from esper.nissa import Hub
+from esper.nissa import Event, Hub
 
 TESTS = Path(__file__).resolve().parents[1]
+
+
+class Hanging(Recorder):
+    """Stays in one of its methods until it is let go on."""
+
+    def __init__(self, where: str, name: str = "hanging") -> None:
+        super().__init__(name)
+        self.where, self.arrived, self.go_on = where, Flag(), Flag()
+
+    def open(self) -> None:
+        self._stay("open")
+        super().open()
+
+    def write(self, event: Event) -> None:
+        self._stay("write")
+        super().write(event)
+
+    def close(self) -> None:
+        self._stay("close")
+        super().close()
+
+    def _stay(self, where: str) -> None:
+        if where == self.where:
+            self.arrived.set()
+            assert self.go_on.wait(20)
+
+
+def await_true(test: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 20
+    while not test():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_events_arrive_in_order_and_elsewhere() -> None:
@@ -25,8 +61,8 @@ def test_events_arrive_in_order_and_elsewhere() -> None:
             hub.publish(begun(number))
     assert one.rounds == other.rounds == list(range(500))
     assert one.calls == other.calls == ["open", "close"]
-    assert len(one.threads) == 1
-    assert threading.get_ident() not in one.threads
+    assert len(one.threads) == len(other.threads) == 1
+    assert threading.get_ident() not in one.threads | other.threads
     assert hub.metrics() == {"dropped": 0, "failed": 0}
     assert hub.losses() == ""
 
@@ -54,7 +90,7 @@ def test_a_slow_sink_never_holds_up_the_loop() -> None:
         sink.go_on.set()
     assert took < 5, "the sink waits up to 20 s"
     assert sink.rounds == [0, 1, 2, 3, 4]
-    assert hub.losses() == "sinks were too slow for 96 events"
+    assert hub.losses() == "slow was too slow for 96 events"
 
 
 @pytest.mark.parametrize(
@@ -84,9 +120,7 @@ def test_a_failure_is_told_while_training_goes_on() -> None:
     broken = Broken("write")
     with Hub([broken]) as hub:
         hub.publish(begun(0))
-        deadline = time.monotonic() + 20
-        while not hub.failures and time.monotonic() < deadline:
-            time.sleep(0.01)
+        await_true(lambda: bool(hub.failures))
         with pytest.warns(RuntimeWarning, match="without a sink: broken"):
             hub.publish(begun(1))
         hub.publish(begun(2))
@@ -99,13 +133,87 @@ def test_a_sink_that_hangs_is_given_up() -> None:
     for number in range(3):
         hub.publish(begun(number))
     assert sink.arrived.wait(20)
-    with pytest.warns(RuntimeWarning, match=r"one of slow did not end within 0\.05 s"):
+    with pytest.warns(RuntimeWarning, match=r"without a sink: slow did not end within 0\.05 s"):
         hub.close()
-    assert hub.dropped == 2
+    assert hub.dropped == 3, "the one in its hand was not shown either"
     hub.close()
     hub.publish(begun(3))
-    assert hub.dropped == 3, "after the end nobody sees anything"
+    assert hub.dropped == 4, "after the end nobody sees anything"
+    assert hub.losses() == "slow was too slow for 4 events; switched off: slow did not end within 0.05 s"
     sink.go_on.set()
+    await_true(lambda: sink.calls == ["open", "close"])
+    assert (sink.rounds, hub.dropped) == ([0], 4), "what was told as dropped is not shown later"
+
+
+@pytest.mark.parametrize(("where", "dropped"), [("open", 2), ("write", 2), ("close", 0)])
+def test_a_sink_that_hangs_does_so_alone(where: str, dropped: int) -> None:
+    """The others see everything while it does, and are closed; what it misses is counted, and never less than none."""
+    hanging, sound = Hanging(where), Recorder()
+    hub = Hub([hanging, sound], patience_s=0.2)
+    for number in range(2):
+        hub.publish(begun(number))
+    await_true(lambda: sound.rounds == [0, 1])
+    assert hub.metrics() == {"dropped": 0, "failed": 0}
+    if where == "close":
+        await_true(lambda: hanging.rounds == [0, 1])
+    with pytest.warns(RuntimeWarning, match=r"without a sink: hanging did not end within 0\.2 s"):
+        hub.close()
+    assert sound.calls == ["open", "close"]
+    assert hub.metrics() == {"dropped": dropped, "failed": 1}
+    slow = "hanging was too slow for 2 events; " if dropped else ""
+    assert hub.losses() == f"{slow}switched off: hanging did not end within 0.2 s"
+    hanging.go_on.set()
+
+
+def test_a_full_queue_is_of_one_sink() -> None:
+    """The other one misses nothing; what two miss counts twice."""
+    one, other, sound = Hanging("write", "one"), Hanging("write", "other"), Recorder()
+    with Hub([one, other, sound], capacity=1) as hub:
+        for number in range(4):
+            hub.publish(event := begun(number))
+            await_true(partial(sound.events.__contains__, event))
+            if number == 0:
+                assert one.arrived.wait(20)
+                assert other.arrived.wait(20)
+        assert hub.dropped == 4
+        one.go_on.set()
+        other.go_on.set()
+    assert (one.rounds, other.rounds, sound.rounds) == ([0, 1], [0, 1], [0, 1, 2, 3])
+    assert hub.losses() == "one was too slow for 2 events; other was too slow for 2 events"
+
+
+def test_patience_is_for_all_together() -> None:
+    """Several that hang are waited for as long as one."""
+    sinks = [Hanging("close", f"sink {number}") for number in range(4)]
+    hub = Hub(sinks, patience_s=0.5)
+    start = time.perf_counter()
+    with pytest.warns(RuntimeWarning) as told:
+        hub.close()
+    assert time.perf_counter() - start < 1.5, "each for itself would be 2 s"
+    assert [str(each.message) for each in told] == [
+        f"training goes on without a sink: {sink.name} did not end within 0.5 s" for sink in sinks
+    ]
+    for sink in sinks:
+        sink.go_on.set()
+
+
+def test_a_sink_that_fails_and_then_hangs_is_told_once() -> None:
+    """It raises where it writes; that it cannot be closed then changes nothing of that."""
+
+    class Both(Hanging):
+        def write(self, event: Event) -> None:
+            raise SystemExit("quota")
+
+    both = Both("close")
+    hub = Hub([both], patience_s=0.05)
+    hub.publish(begun(0))
+    await_true(lambda: bool(hub.failures))
+    with pytest.warns(RuntimeWarning) as told:
+        hub.publish(begun(1))
+        hub.close()
+    assert [str(each.message) for each in told] == ["training goes on without a sink: hanging (SystemExit: quota)"]
+    assert hub.metrics() == {"dropped": 0, "failed": 1}
+    both.go_on.set()
 
 
 def test_room_and_patience_are_checked() -> None:

@@ -8,7 +8,7 @@ from esper.nissa import Event, RunBegun
 
 def begun(number: int) -> Event:
     """An event that can be told from others."""
-    return RunBegun("", number, 0)
+    return RunBegun("", number, 0, {}, None)
 
 
 class Recorder:

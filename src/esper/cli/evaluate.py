@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
@@ -13,9 +14,11 @@ from rich.console import Console
 
 from esper.cli.evaluation_tables import kind_table, policy_table, tell_difference
 from esper.leyline import BadValueError
+from esper.leyline.files import replace_file, storing
 from esper.leyline.records import Json
 from esper.simic.training.comparison import Comparisons, run_comparisons
 from esper.simic.training.jobs import EvaluationConfig
+from esper.simic.training.named import short_names
 from esper.simic.training.runs import git_hash
 from esper.simic.training.verdicts import CLAIM_SEEDS
 
@@ -63,8 +66,8 @@ class EvaluateCommand:
         """Print tables of policies and their differences."""
         torch.set_num_threads(1)
         for target in (self.json, self.picture):
-            if target is not None and not target.resolve().parent.is_dir():
-                raise BadValueError(f"{target} cannot be written: there is no folder {target.parent}")
+            if target is not None:
+                check_target(target)
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise BadValueError(f"--picture {self.picture} must end in {' or '.join(PICTURES)}")
         tasks, policies = ([name.strip() for name in given.split(",")] for given in (self.task, self.policies))
@@ -82,9 +85,10 @@ class EvaluateCommand:
         _print(console, found)
         if self.json is not None:
             content = {**found.to_json(), "provenance": self._provenance()}
-            self.json.write_text(dumps(content, indent=1, allow_nan=False) + "\n")
+            replace_file(self.json.resolve(), dumps(content, indent=1, allow_nan=False) + "\n")
         if self.picture is not None:
-            draw(found, self.picture)
+            with storing(self.picture):
+                draw(found, self.picture)
 
     def _provenance(self) -> dict[str, Json]:
         """What the figures were made with."""
@@ -110,7 +114,24 @@ class EvaluateCommand:
         }
 
 
+def check_target(target: Path) -> None:
+    """Raise unless a file can be written here: before hours of work, and before a final evaluation is signed."""
+    folder = target.resolve().parent
+    if not folder.is_dir():
+        raise BadValueError(f"{target} cannot be written: there is no folder {target.parent}")
+    try:
+        with TemporaryDirectory(prefix=f".{target.name}.", dir=folder):  # rights alone do not tell
+            pass
+    except OSError as error:
+        raise BadValueError(f"{target} cannot be written: {error.strerror}; name another place") from None
+    if target.exists() and not target.is_file():
+        raise BadValueError(f"{target} cannot be written: it is no file; name one in a folder")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise BadValueError(f"{target} cannot be written: it is write-protected; name another")
+
+
 def _print(console: Console, found: Comparisons) -> None:
+    names = short_names(next(iter(found.tasks.values())).policies)
     for warning in found.warnings:
         console.print(f"warning: {warning}", highlight=False, markup=False)
     for comparison in found.tasks.values():
@@ -118,13 +139,13 @@ def _print(console: Console, found: Comparisons) -> None:
         if comparison.kinds:
             console.print(kind_table(comparison))
         for compared in comparison.compared:
-            console.print(tell_difference(compared), highlight=False, markup=False)
+            console.print(tell_difference(compared, names), highlight=False, markup=False)
     if found.compared:
         console.print("Mean over tasks", highlight=False)
         for name, seeds in found.objectives().items():
-            console.print(f"{name}: {sum(seeds) / len(seeds):+.2f}", highlight=False, markup=False)
+            console.print(f"{names[name]}: {sum(seeds) / len(seeds):+.2f}", highlight=False, markup=False)
         for compared in found.compared:
-            console.print(tell_difference(compared), highlight=False, markup=False)
+            console.print(tell_difference(compared, names), highlight=False, markup=False)
     claims = [one for comparison in found.tasks.values() for one in comparison.compared]
     if claims and not all(one.enough_seeds for one in claims):
         console.print(
@@ -141,13 +162,14 @@ def draw(found: Comparisons, path: Path) -> None:
     figure = Figure(figsize=(6.0 * len(found.tasks), 4.5), layout="constrained")
     panels = figure.subplots(1, len(found.tasks), squeeze=False)[0]
     for panel, comparison in zip(panels, found.tasks.values(), strict=True):
+        names = short_names(comparison.policies)
         for number, (name, results) in enumerate(comparison.policies.items()):
             added = [count for result in results for count in result.added_params]
             gain = [points for result in results for points in result.gain]
             colour = f"C{number % 10}"
             panel.plot(added, gain, ".", color=colour, alpha=0.25, markersize=5)
             mean = sum(added) / len(added), sum(gain) / len(gain)
-            panel.plot(*mean, "o", color=colour, markersize=10, markeredgecolor="black", label=name)
+            panel.plot(*mean, "o", color=colour, markersize=10, markeredgecolor="black", label=names[name])
         panel.axhline(0.0, color="grey", linewidth=0.8)
         panel.set_xscale("symlog", linthresh=10)
         panel.set_xlim(left=0)

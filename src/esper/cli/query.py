@@ -11,9 +11,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.karn.answers import Answer, Cell, as_json
+from esper.karn.answers import STDOUT, Answer, Cell, as_json
 from esper.karn.queries import ask, columns_of
-from esper.karn.reading import CONFIG, EVENTS, METRICS
 from esper.karn.views import VIEWS
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
@@ -40,9 +39,9 @@ class QueryCommand:
         require_whole("rows", self.rows, 1)
         if len(targets) > 1 or (targets and self.statement is None):
             raise BadValueError("--csv and --json take the answer of a statement, one of them at a time")
-        for name in (CONFIG, EVENTS, METRICS):
-            if any(path.resolve() == (self.folder / name).resolve() for path in targets):
-                raise BadValueError(f"{self.folder / name} belongs to the run; write to another file")
+        for path in targets:
+            if path != STDOUT and _belongs_to(path, self.folder):
+                raise BadValueError(f"{path} belongs to the run {self.folder}; write to a file elsewhere")
         if self.statement is None:
             _show_views(console, self.folder)
             return
@@ -61,9 +60,16 @@ class QueryCommand:
         except BrokenPipeError:  # whoever reads the output has had enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        if target != Path("-"):
+        if target != STDOUT:
             rows = "1 row" if count == 1 else f"{count:,} rows"
             console.print(f"{rows} in {target}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _belongs_to(path: Path, run: Path) -> bool:
+    """Whether a path is in a run's folder, or in what a link there leads to: by its name, or where it leads itself."""
+    own = {place.resolve() for place in (run, *(run.iterdir() if run.is_dir() else ()))}
+    routes = (Path(os.path.abspath(path)), path.resolve())
+    return any(place.resolve() in own for route in routes for place in (route, *route.parents))
 
 
 def _show(console: Console, answer: Answer, limit: int) -> None:

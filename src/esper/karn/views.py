@@ -46,6 +46,13 @@ LOGS: Mapping[str, Log] = {
         ("round", "env", "step", "slot", "source", "target", "cause"),
     ),
     "panic": Log({**_WHERE, "step": "INTEGER", "symptoms": "VARCHAR[]"}, ("round", "env", "step")),
+    "suspect": Log(
+        {
+            **_WHERE, "step": "INTEGER", **dict.fromkeys(("slot", "suspicion", "severity"), "VARCHAR"),
+            **dict.fromkeys(("contribution", "gain"), "DOUBLE"),
+        },
+        ("round", "env", "step", "slot", "suspicion"),
+    ),
     "episode": Log(
         {
             **_WHERE,
@@ -218,6 +225,24 @@ VIEWS: Mapping[str, View] = {
         {**_EPISODE, **_STEP, "symptoms": ("VARCHAR[]", "what the governor saw")},
         "SELECT round, task, env, step, symptoms FROM log.panic",
         ("panic",),
+    ),
+    "suspects": View(
+        "A row per seed that looked better than it was, at its first such step.",
+        {
+            **_EPISODE,
+            **_STEP,
+            "slot": ("VARCHAR", "where it is"),
+            "suspicion": (
+                "VARCHAR",
+                "hacking: contributes far more than its host has gained; ransomware: its host"
+                " would lose by its going, and has gained nothing by its coming",
+            ),
+            "severity": ("VARCHAR", "warning or critical"),
+            "contribution": ("DOUBLE", "what the host would lose without it, points"),
+            "gain": ("DOUBLE", "what the host has over its control, points"),
+        },
+        "SELECT round, task, env, step, slot, suspicion, severity, contribution, gain FROM log.suspect",
+        ("suspect",),
     ),
     "alarms": View(
         "A row per alarm that began or ended.",

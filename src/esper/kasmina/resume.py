@@ -7,10 +7,13 @@ A step's folder is there as a whole or not at all, so model and optimiser are al
 kept.
 """
 
+import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from esper.kasmina.model import MorphogeneticModel
 from esper.kasmina.states import State, join_state, split_state
 from esper.kasmina.streams import RandomState
 from esper.leyline import CheckpointError
-from esper.leyline.files import replace_folder
+from esper.leyline.files import folder_taken, replace_folder, storing
 from esper.leyline.machine import Machine
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import decode, encode
@@ -57,18 +60,40 @@ class _Found(NamedTuple):
     parts: dict[str, State]
 
 
+class _Hold:
+    """A folder that this process alone saves in, until the last object that has the hold is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        taken = ExitStack()
+        taken.enter_context(folder_taken(folder))
+        finalize(self, taken.close)
+
+
+_HOLDS: WeakValueDictionary[tuple[int, Path], _Hold] = WeakValueDictionary()
+"""By process, for a fork has its parent's, and by folder: two objects of one process, as in a notebook, share it."""
+
+
+def _hold(folder: Path) -> _Hold:
+    held = _HOLDS.get((os.getpid(), folder)) or _Hold(folder)
+    return _HOLDS.setdefault((os.getpid(), folder), held)
+
+
 class TrainingCheckpoints:
     """The checkpoints of one training loop, in a folder of their own.
 
     `load` at the start, which tells how many steps are done (0 in an empty folder), `save` after every step, epoch, or
-    whatever is counted. The same loop then begins and goes on.
+    whatever is counted. The same loop then begins and goes on. From the first `save` on the folder belongs to this
+    process: in another one `save` is refused.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = KEEP) -> None:
         self.series = Series(Path(folder).resolve(), "step", keep)
+        self._held: _Hold | None = None
 
     def save(self, step: int, model: MorphogeneticModel, parts: Parts) -> None:
         """Write a checkpoint after so many steps; older ones than the last few are removed then.
+
+        The newest may be saved again; a step below it is refused: `load` would not return it.
 
         `parts` are kept by name: the optimiser, and whatever else has a state (torch.Generator too). The random streams
         of torch that the model draws from are kept by themselves.
@@ -86,7 +111,12 @@ class TrainingCheckpoints:
             model.save(new / "model")
             write_stored(new / "training", TRAINING, content, tensors)
 
-        replace_folder(self.series.place(step), write, FOLDERS)
+        place = self.series.place(step)
+        with storing(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        self._held = _hold(place.parent)
+        self.series.require_newest(step)
+        replace_folder(place, write, FOLDERS)
         self.series.prune()
 
     def load(self, model: MorphogeneticModel, parts: Parts) -> int:

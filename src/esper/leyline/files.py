@@ -24,6 +24,7 @@ if os.name == "posix":
     import fcntl
 
 NEW, OLD = "new", "old"
+ATTEMPTS = 10
 WORK = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
 """Names of work folders: the target's, and eight characters of tempfile's."""
 
@@ -94,8 +95,7 @@ def discard_folder(folder: Path) -> None:
 @contextmanager
 def _work_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target to write in, gone afterwards unless the target would be lost with it."""
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    lock = _lock_folder(work)
+    work, lock = _new_work_folder(target)
     try:
         yield work
     finally:
@@ -103,6 +103,19 @@ def _work_folder(target: Path) -> Iterator[Path]:
             os.close(lock)
         if target.exists() or not _holds_both(work):
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _new_work_folder(target: Path) -> tuple[Path, int | None]:
+    """It and its lock. Before it is locked another process may take it for a leftover and remove it: then once more."""
+    for _ in range(ATTEMPTS):
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        with suppress(FileNotFoundError):
+            lock = _lock_folder(work)
+            if work.exists():
+                return work, lock
+            if lock is not None:
+                os.close(lock)
+    raise StorageError(f"{target} cannot be written: another process removes what is begun there; end that first")
 
 
 # -- what killed processes left behind --------------------------------------------------------------------------------
@@ -149,6 +162,21 @@ def present_folder(folder: Path) -> Path:
 def _holds_both(work: Path) -> bool:
     """Then the new one is complete: the old one is moved only after that."""
     return (work / NEW).exists() and (work / OLD).exists()
+
+
+@contextmanager
+def folder_taken(folder: Path) -> Iterator[None]:
+    """Inside, no other process takes this folder. The lock is the system's: it ends with the process, however that
+    ends."""
+    with storing(folder):
+        lock = _lock_folder(folder)
+    if lock is None and os.name == "posix":
+        raise BadValueError(f"{folder} is being written by another process: one at a time, end that first")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 # -- the system -------------------------------------------------------------------------------------------------------

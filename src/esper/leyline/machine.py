@@ -20,10 +20,13 @@ class Machine:
         """Of this process."""
         return cls(torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
 
-    def warn_of_differences(self) -> None:
-        """Say so where a run of this machine goes on under other conditions."""
+    def differences(self) -> str:
+        """What is otherwise in this process, in words; empty where nothing is."""
         now = Machine.here()
         names = [each.name for each in fields(Machine) if getattr(self, each.name) != getattr(now, each.name)]
-        if names:
-            changed = ", ".join(f"{name} {getattr(self, name)} → {getattr(now, name)}" for name in names)
+        return ", ".join(f"{name} {getattr(self, name)} → {getattr(now, name)}" for name in names)
+
+    def warn_of_differences(self) -> None:
+        """Say so where a run of this machine goes on under other conditions."""
+        if changed := self.differences():
             warnings.warn(f"the run goes on, but not bit for bit: {changed}", RuntimeWarning, stacklevel=3)

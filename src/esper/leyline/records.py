@@ -30,8 +30,10 @@ def decode(hint: Any, value: Json, where: str) -> Any:  # Any: a type, and a val
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return None if value is None else decode(next(h for h in inner if h is not NoneType), value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(decode(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is tuple and isinstance(value, list) and (inner[-1] is Ellipsis or len(inner) == len(value)):
+        hints = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        items = zip(hints, value, strict=True)
+        return tuple(decode(each, item, f"{where}[{index}]") for index, (each, item) in enumerate(items))
     if hint is Measurement and isinstance(value, list) and len(value) == 2:
         return Measurement(*(decode(float, item, where) for item in value))
     if is_dataclass(hint) and isinstance(value, dict):

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import BadValueError, CheckpointError
 from esper.leyline.files import discard_folder, remove_leftovers, storing
 from esper.leyline.numbers import require_whole
 
@@ -38,17 +38,28 @@ class Series:
         numbers = self.numbers()
         return self.place(numbers[-1]) if numbers else None
 
+    def require_newest(self, number: int) -> None:
+        """Refuse a number below one that is there: it would be removed at once, or never be read."""
+        with storing(self.folder):
+            remove_leftovers(self.folder)  # a killed writer may have left the newest there
+        newest = max(self.numbers(), default=number)
+        if number < newest:
+            raise BadValueError(
+                f"{self.word} {number} is below {self.word} {newest}, the newest in {self.folder}; "
+                "go on from that one, remove the newer ones, or take another folder"
+            )
+
     def prune(self) -> None:
         """Remove all but the last `keep`."""
         for number in self.numbers()[: -self.keep]:
             discard_folder(self.place(number))
 
-    def read_newest(self, read: Callable[[int, Path], T]) -> T | None:
+    def read_newest(self, read: Callable[[int, Path], T], tell: Callable[[str], None] | None = None) -> T | None:
         """What `read` makes of the newest that it does not refuse; None where there are none at all.
 
-        Each that it refuses (CheckpointError) is told as a warning and set aside under another name, so that it is
-        neither met again nor lost. Where all are refused, that is an error, and all stay in their places. What a killed
-        writer has left or not yet removed is cleaned up.
+        Each that it refuses (CheckpointError) is told, by default as a warning, and set aside under another name, so
+        that it is neither met again nor lost. Where all are refused, that is an error, and all stay in their places.
+        What a killed writer has left or not yet removed is cleaned up.
         """
         with storing(self.folder):
             remove_leftovers(self.folder)
@@ -62,11 +73,11 @@ class Series:
                 continue
             for bad, why in refused.items():
                 aside = _set_aside(bad)
-                warnings.warn(
-                    f"{bad.name} is not used: {why}. It is kept as {aside.name}; going on from {place.name}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+                remark = f"{bad.name} is not used: {why}. It is kept as {aside.name}; going on from {place.name}"
+                if tell is None:
+                    warnings.warn(remark, RuntimeWarning, stacklevel=3)
+                else:
+                    tell(remark)
             self.prune()
             return found
         if refused:

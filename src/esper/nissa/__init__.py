@@ -11,6 +11,7 @@ from esper.nissa.events import (
     RunBegun,
     RunEnded,
     RunResumed,
+    SeedSuspected,
     StageChanged,
     as_line,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "RunBegun",
     "RunEnded",
     "RunResumed",
+    "SeedSuspected",
     "Sink",
     "StageChanged",
     "Watch",

@@ -209,9 +209,13 @@ MACHINE = (
     Metric("timing/spans/update", "s", "the update of the policy"),
     Metric("timing/spans/watch", "s", "events and alarms"),
     Metric(
-        "hub/dropped", "count", "events that the sinks were too slow for, since the process began", high=0, always=False
+        "timing/hub/dropped",
+        "count",
+        "events that sinks were too slow for, since the process began, summed over sinks",
+        high=0,
+        always=False,
     ),
-    Metric("hub/failed", "count", "sinks that were switched off, since the process began", high=0, always=False),
+    Metric("timing/hub/failed", "count", "sinks that were switched off, since the process began", high=0, always=False),
 )
 """The hub's are there only where a run has sinks"""
 

@@ -2,7 +2,7 @@
 
 | event | kind | written to |
 |---|---|---|
-| StageChanged, Panicked, EpisodeEnded | stage, panic, episode | `events.jsonl` |
+| StageChanged, Panicked, SeedSuspected, EpisodeEnded | stage, panic, suspect, episode | `events.jsonl` |
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
 | RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
@@ -46,6 +46,24 @@ class Panicked:
     step: int
     env: int
     symptoms: list[str]
+
+
+@dataclass(frozen=True)
+class SeedSuspected:
+    """A seed looks better than it is, for the first time in its episode."""
+
+    kind: ClassVar[str] = "suspect"
+    round: int
+    task: str
+    step: int
+    env: int
+    slot: str
+    suspicion: Literal["hacking", "ransomware"]
+    severity: Literal["warning", "critical"]
+    contribution: float
+    """Points that the host would lose without it"""
+    gain: float
+    """Points that the host has over its control"""
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,10 @@ class RunBegun:
     """The first that it will train, from 0"""
     rounds: int
     """That the run will have in all"""
+    machine: Mapping[str, Json]
+    """What numbers may depend on: torch, its threads, the CPU's instructions"""
+    git: str | None
+    """The commit of the code, where it lies in a repository"""
 
 
 @dataclass(frozen=True)
@@ -150,6 +172,10 @@ class RunResumed:
     time: str
     round: int
     rounds: int
+    machine: Mapping[str, Json]
+    git: str | None
+    remarks: list[str]
+    """What was not as the run had left it: checkpoints that are damaged, another machine"""
 
 
 @dataclass(frozen=True)
@@ -166,7 +192,7 @@ class RunEnded:
     """Events that sinks were too slow for, up to here"""
 
 
-OfGrowth = StageChanged | Panicked | EpisodeEnded
+OfGrowth = StageChanged | Panicked | SeedSuspected | EpisodeEnded
 OfLearning = AlarmRaised | RoundExamined | RoundMeasured
 OfRuns = RunBegun | RunResumed | RunEnded
 Event = OfGrowth | OfLearning | OfRuns

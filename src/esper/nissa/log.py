@@ -1,5 +1,6 @@
 """A file of JSON objects, one per line: append-only, written by one process, in order."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ class JsonLines:
                 if offset is not None:
                     _truncate(path, offset)
                     self._file.seek(0, os.SEEK_END)
+                self._digest = digest_of(path, self._file.tell())
                 sync_to_disk(path.parent)
             except BaseException:
                 self._file.close()
@@ -42,6 +44,7 @@ class JsonLines:
             raise BadValueError(f"{self.path.name}: {fields} is no JSON: {error}") from error
         with storing(self.path):
             self._file.write(line + "\n")
+            self._digest.update(f"{line}\n".encode())
 
     def flush(self) -> int:
         """Hand everything to the disk; returns the size of the file, from where a resumed run goes on."""
@@ -49,6 +52,11 @@ class JsonLines:
             self._file.flush()
             os.fsync(self._file.fileno())
             return self._file.tell()
+
+    @property
+    def sha256(self) -> str:
+        """Of all lines so far: what a resumed run must find again."""
+        return self._digest.hexdigest()
 
     def close(self) -> None:
         """Flush and close. What the disk does not take is a StorageError, and closed it is all the same."""
@@ -65,6 +73,16 @@ class JsonLines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def digest_of(path: Path, size: int) -> "hashlib._Hash":
+    """SHA-256 of the first bytes of a file; a gigabyte takes a second or two."""
+    digest, left = hashlib.sha256(), size
+    with path.open("rb") as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            digest.update(block)
+            left -= len(block)
+    return digest
 
 
 def _truncate(path: Path, offset: int) -> None:

@@ -13,7 +13,7 @@ from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host
 from esper.kasmina.layers import reset_parameters
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError, derive_seed
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
-from esper.tolaria.data import ImageData, load
+from esper.tolaria.data import ImageData, TextData, load
 
 Defect = Literal["none", "blind", "blind_first_slot_cut"]
 OptimiserKind = Literal["sgd", "adamw"]
@@ -122,16 +122,19 @@ class Task:
         _apply_defect(host, self.defect_of(seed), self.slot_ids[0])
         return host
 
-    def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
-        """The data, on a device, ready to draw minibatches from."""
-        device = torch.device(device)
-        data = load(
+    def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
+        """The data as they were read: loaded once, shared between callers."""
+        return load(
             self.dataset,
             data_dir=data_dir,
             validation_size=self.validation_size,
             train_size=self.train_size,
             resolution=self.resolution,
         )
+
+    def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
+        """The data, on a device, ready to draw minibatches from."""
+        device, data = torch.device(device), self.load_data(data_dir)
         known = len(data.classes if isinstance(data, ImageData) else data.vocabulary)
         if known != self.classes:
             raise BadValueError(f"task {self.name!r} states {self.classes} classes, {self.dataset} has {known}")

@@ -106,12 +106,13 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_beside_an_agent(tmp_path: Path) -> None:
-    """Requirement 82: frozen dataclasses; what is asked for must be what is there."""
+    """Requirement 82: frozen dataclasses; what is asked for must be there. Who wants the agent alone gets it."""
     save_agent(make_agent("core"), tmp_path / "agent", {"note": Note("spring")})
     _, extras = load_agent(tmp_path / "agent", {"note": Note})
     assert extras == {"note": Note("spring")}
-    with pytest.raises(CheckpointError, match=r"holds \['agent', 'note'\]; wanted \['agent'\]"):
-        load_agent(tmp_path / "agent")
+    assert load_agent(tmp_path / "agent")[1] == {}
+    with pytest.raises(CheckpointError, match=r"lacks \['other'\]; it holds \['agent', 'note'\]"):
+        load_agent(tmp_path / "agent", {"note": Note, "other": Note})
 
 
 def test_nothing_that_was_read_stays_in_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

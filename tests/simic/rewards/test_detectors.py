@@ -3,7 +3,6 @@
 import pytest
 import torch
 from simic.rewards.trajectories import Move, play, slot_view, stack
-from torch import Tensor
 
 from esper.leyline import SeedStage
 from esper.simic.rewards import DetectorLimits, Finding, Suspects, detect, findings
@@ -63,20 +62,25 @@ def test_limits() -> None:
 
 
 def test_findings() -> None:
-    """Requirement 15: one record per suspicious seed of a fleet, with all that an event needs."""
+    """Requirement 15: one record per suspicious seed of an episode, with all that an event needs; a seed that stays
+    suspicious is told of once, one that becomes so in another way is told of again."""
     slots = views(
         slot_view([HELD, EMPTY, TRAINING], [1.0, 0.0, 0.0], [6.0, None, None]),
         slot_view([HELD, HELD, HELD], [1.0, 1.0, 1.0], [0.5, 1.0, 0.5]),
         slot_view([EMPTY, HELD, SeedStage.FOSSILIZED], [0.0, 0.7, 1.0], [None, 2.0, 3.0]),
     )
-    gain: Tensor = torch.tensor([1.0, 2.0, -0.5])
-    suspects = detect(slots, gain, DetectorLimits())
-    assert suspects.hacking.shape == suspects.ransomware.shape == (3, 3)
+    gains = torch.tensor([[1.0, 2.0, -0.5], [0.5, 2.0, 0.25]])
+    steps = [detect(slots, gain, DetectorLimits()) for gain in gains]
+    suspects = Suspects.over(steps)
+    assert suspects.hacking.shape == suspects.ransomware.shape == (2, 3, 3)
     assert not (suspects.hacking & suspects.ransomware).any()
-    assert findings(suspects, slots, gain) == (
-        Finding(0, 0, "hacking", "warning", 6.0, 1.0),
-        Finding(2, 1, "ransomware", "critical", 2.0, -0.5),
-        Finding(2, 2, "ransomware", "critical", 3.0, -0.5),
+    contribution = slots.contribution.value.expand(2, -1, -1)
+    assert findings(suspects, contribution, gains, ("a", "b", "c")) == (
+        Finding(0, 0, "a", "hacking", "warning", 6.0, 1.0),
+        Finding(0, 2, "b", "ransomware", "critical", 2.0, -0.5),
+        Finding(0, 2, "c", "ransomware", "critical", 3.0, -0.5),
+        Finding(1, 2, "b", "hacking", "warning", 2.0, 0.25),
+        Finding(1, 2, "c", "hacking", "warning", 3.0, 0.25),
     )
 
 
@@ -84,4 +88,5 @@ def test_nobody_is_suspicious() -> None:
     """No records."""
     slots = views(slot_view([HELD, EMPTY], [1.0, 0.0], [2.0, None]))
     gain = torch.tensor([2.0])
-    assert findings(detect(slots, gain, DetectorLimits()), slots, gain) == ()
+    suspects = Suspects.over([detect(slots, gain, DetectorLimits())])
+    assert findings(suspects, slots.contribution.value[None], gain[None], ("a", "b")) == ()

@@ -104,6 +104,7 @@ CASES = [
     with_facts("no_growth", "number of seeds per episode is 0.125", 3, committed=0, germinated=3),
     with_facts("reward_hacking", "is 0.3 (limit 0.25) (60 of 200)", acting=200, hacking=60, ransomware=0),
     with_facts("ransomware", "is 0.3 (limit 0.25) (60 of 200)", acting=200, hacking=0, ransomware=60),
+    with_facts("ransomware", "(5 of 5; the worst is x", acting=5, hacking=0, ransomware=5, worst_ransomware="x"),
     with_facts("panics", "panics per episode is 0.167 (limit 0.1)", panics=4),
 ]
 """`gradient_drift` needs a past: see test_anomaly_detector."""
@@ -147,7 +148,7 @@ def test_every_rule_is_provoked() -> None:
 
 
 HARMLESS = [
-    pytest.param({}, {"hacking": 15, "acting": 19}, id="too few seeds to judge"),
+    pytest.param({}, {"hacking": 4, "acting": 4}, id="too few seeds to judge"),
     pytest.param({}, {"committed": 0, "germinated": 0, "episodes": 0, "panics": 3}, id="no episodes"),
     pytest.param({}, {"lstm": None}, id="no memory measured"),
     pytest.param({"explained_variance": -5.0, "return_std": 0.0}, {}, id="returns that do not vary"),

@@ -32,6 +32,22 @@ def test_threefold_norm() -> None:
         assert tracker.observe(1.7 * factor) == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("age", [5, 6, 100])
+def test_doubtful_norms_hardly_move_a_young_mean(age: int) -> None:
+    """Requirement 42: a lasting factor of 3 reads 3.0, 2.84, 2.70 at any age; what is within the limit weighs 1/k."""
+    tracker = GradientEMATracker(momentum=0.95)
+    for _ in range(age):
+        tracker.observe(1.7)
+    start = tracker.state
+    for norm in (5.1, 1.7 / 3):
+        tracker.state = start
+        drifts = [tracker.observe(norm, doubtful=2.4) for _ in range(3)]
+        assert drifts == pytest.approx([3.0, 3**0.95, 3 ** (0.95**2)])
+    tracker.state = start
+    tracker.observe(1.7 * 2.3, doubtful=2.4)
+    assert tracker.mean == pytest.approx(1.7 * 2.3 ** max(1 / (age + 1), 0.05))
+
+
 def test_the_mean_follows() -> None:
     """A lasting change becomes what is usual."""
     tracker = GradientEMATracker(momentum=0.9)

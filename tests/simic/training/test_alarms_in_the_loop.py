@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from simic.training.test_every_alarm_in_the_loop import claim, open_all_gates
 from simic.training.tiny import quick_config, quick_trainer
 from torch import Tensor
 
 from esper.nissa import read_lines
 from esper.simic.agent import NotFiniteError
-from esper.simic.telemetry import AnomalyDetector
+from esper.simic.telemetry import AlarmLimits, AnomalyDetector
 from esper.simic.training.journal import round_facts
-from esper.simic.training.runs import read_config
-from esper.simic.training.session import SESSIONS
+from esper.simic.training.runs import SESSIONS, read_config
 from esper.simic.training.trainer import Trainer
 
 
@@ -116,3 +116,68 @@ def test_memories_of_all_tasks_are_watched(tmp_path: Path) -> None:
     facts = round_facts([record, record._replace(lstm=replace(record.lstm, cell_rms=50.0))])
     assert facts.lstm == replace(record.lstm, cell_rms=50.0, nan=0)
     assert facts.episodes == 4
+
+
+@pytest.mark.parametrize(
+    ("contribution", "gain", "kind", "suspicion", "severity"),
+    [
+        (6.0, 1.0, "reward_hacking", "hacking", "warning"),
+        (2.0, -0.5, "ransomware", "ransomware", "critical"),
+    ],
+)
+def test_suspicious_seeds_are_named(
+    contribution: float,
+    gain: float,
+    kind: str,
+    suspicion: str,
+    severity: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requirement 15: through the real step, also in a fleet of two growing hosts: an event for every seed at its first
+    step with that suspicion, and an alarm that names the worst."""
+    trainer = quick_trainer(tmp_path / "run")
+    claim(contribution, gain)(trainer, monkeypatch)
+    with trainer.folder:
+        [record] = trainer.run_round()
+    acting = (record.alphas > 0).nonzero().tolist()
+    first: dict[tuple[int, int], int] = {}
+    for step, env, slot in acting:
+        first.setdefault((env, slot), step)
+    named = events(tmp_path / "run", "suspect")
+    slot_ids = trainer.runners[0].slots.slot_ids
+    assert {(event["env"], event["slot"]): event["step"] for event in named} == {
+        (env, slot_ids[slot]): step for (env, slot), step in first.items()
+    }
+    assert len(named) == len(first) > 0
+    for event in named:
+        assert (event["round"], event["suspicion"], event["severity"]) == (0, suspicion, severity)
+        assert (event["contribution"], event["gain"]) == (contribution, pytest.approx(gain, abs=0.3))
+    [alarm] = trainer.alarms
+    assert alarm.kind == kind
+    assert f"the worst is env {named[0]['env']}, slot {named[0]['slot']}, step" in alarm.cause
+
+
+def test_limits_of_alarms_are_settings_of_a_run(tmp_path: Path) -> None:
+    """Requirement 8: another limit, another alarm; a resumed run has the same."""
+    limits = AlarmLimits(entropy_by_head=(("op", 0.999),), entropy_patience=1)
+    trainer = quick_trainer(tmp_path / "run", alarms=limits)
+    with trainer.folder:
+        trainer.run_round()
+    assert ("entropy_collapse", "op") in [(alarm.kind, alarm.subject) for alarm in trainer.alarms]
+    again = Trainer(read_config(tmp_path / "run"), tmp_path / "run", resume=True)
+    assert again.detector.limits == limits
+    with again.folder:
+        pass
+
+
+def test_cells_that_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that let everything in and nothing out add one a step: five in mid-episode, above a limit of three."""
+    trainer = quick_trainer(tmp_path / "run", alarms=AlarmLimits(lstm_rms=3.0))
+    open_all_gates(trainer, monkeypatch)
+    with trainer.folder:
+        trainer.run_round()
+    [alarm] = [alarm for alarm in trainer.alarms if alarm.subject == "cell"]
+    assert alarm.kind == "lstm_extreme"
+    assert alarm.value > 3.0
+    assert "root mean square of the LSTM's cells is" in alarm.cause

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from esper.leyline import BadValueError, CheckpointError, EsperError, StorageError, head_preset
+from esper.leyline.files import folder_taken
+from esper.leyline.machine import Machine
 from esper.nissa import read_lines
 from esper.simic.agent import load_agent, save_agent
 from esper.simic.training import runs
@@ -282,7 +284,7 @@ def test_older_folders_are_read(run: Path) -> None:
 def offset(run: Path, rounds: int, name: str) -> int:
     """Where a log was when a checkpoint was written."""
     progress = json.loads((checkpoint(run, rounds) / "agent.json").read_text())["progress"]
-    return int(progress[f"{name}_offset"])
+    return int(progress[name]["size"])
 
 
 @pytest.mark.parametrize("name", ["events", "metrics"])
@@ -322,11 +324,63 @@ def test_a_log_that_is_lost(run: Path, name: str) -> None:
     assert contents(run) == before
 
 
-def test_a_log_that_was_edited(run: Path) -> None:
-    """A line longer than it was: what the checkpoint says is no end of a line any more."""
-    spoil(run / "events.jsonl", lambda raw: b" " + raw)
-    with pytest.raises(CheckpointError, match=r"events\.jsonl was changed: no line ends after"):
+@pytest.mark.parametrize("name", ["events", "metrics"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda raw: b" " + raw,
+        lambda raw: raw.replace(b"round", b"rounb", 1),
+        lambda raw: raw[:200] + b"X" * 50 + raw[250:],
+        lambda raw: raw.split(b"\n", 1)[1] + raw.split(b"\n", 1)[0] + b"\n",
+    ],
+    ids=["longer", "one letter", "garbage", "another order"],
+)
+def test_a_log_that_was_edited(run: Path, name: str, edit: Callable[[bytes], bytes]) -> None:
+    """Every line is proven to be what was written, however long it is."""
+    spoil(run / f"{name}.jsonl", edit)
+    before = contents(run)
+    with pytest.raises(CheckpointError, match=rf"{name}\.jsonl was changed: its first \d+ bytes are not those"):
         resume(run)
+    assert contents(run) == before
+
+
+def test_a_log_that_was_edited_behind_a_checkpoint(run: Path, whole: Path) -> None:
+    """The run goes on from the last checkpoint whose lines are as they were."""
+    size = offset(run, 3, "events")
+    spoil(run / "events.jsonl", lambda raw: raw[: size + 5] + b"X" + raw[size + 6 :])
+    with pytest.warns(RuntimeWarning, match=r"round-00004 is not used: .*events\.jsonl was changed"):
+        again = resume(run)
+    assert again.round == 3
+    again.run(progress=False)
+    assert results(run) == results(whole)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "events.jsonl", "sessions.jsonl"])
+def test_a_run_that_has_lost_its_checkpoints(run: Path, left: str) -> None:
+    """Whichever file still tells of rounds: it is not begun again as if there had been none."""
+    shutil.rmtree(run / "checkpoints")
+    for name in {"metrics.jsonl", "events.jsonl", "sessions.jsonl"} - {left}:
+        (run / name).unlink()
+    before = contents(run)
+    with pytest.raises(CheckpointError, match=rf"{left} tells of {ROUNDS} rounds, but .* holds no checkpoint"):
+        resume(run)
+    assert contents(run) == before
+
+
+def test_what_was_not_as_it_was_is_written_down(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged checkpoint and another machine: told once on the screen, and kept with the run."""
+    spoil(checkpoint(run, 4) / "agent.safetensors", lambda raw: raw[:-1])
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls("2.99", 3, "abacus")))
+    with pytest.warns(RuntimeWarning) as told:
+        resume(run).run(progress=False)
+    *_, resumed, ended = read_lines(run / "sessions.jsonl")
+    assert (resumed["kind"], resumed["round"], ended["kind"]) == ("resumed", 3, "ended")
+    assert resumed["remarks"] == [str(each.message) for each in told]
+    assert [remark.split(":")[0] for remark in resumed["remarks"]] == [
+        "round-00004 is not used",
+        "the run goes on, but not bit for bit",
+    ]
+    assert resumed["machine"] == {"torch": "2.99", "threads": 3, "cpu": "abacus"}
 
 
 # -- a full disk, a folder that cannot be written ---------------------------------------------------------------------
@@ -374,17 +428,38 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"round-00001 cannot be written \(.*\).* go on with --resume"):
         trainer.run(progress=False)
     (tmp_path / "run" / "checkpoints").unlink()
-    again = resume(tmp_path / "run")
+    with pytest.warns(RuntimeWarning, match="no checkpoint yet: it begins again with its first round"):
+        again = resume(tmp_path / "run")
     again.run(progress=False)
     assert again.round == 1
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_one_process_at_a_time(run: Path) -> None:
-    """A run that still trains is not gone on with beside it."""
-    with resume(run).folder, pytest.raises(BadValueError, match=r"events\.jsonl is being written by another process"):
-        resume(run)
-    close(resume(run))
+    """A run that still trains is not gone on with beside it, and nothing of it is tidied away: not even what looks like
+    the leftovers of a writer that was killed."""
+    work = run / "checkpoints" / ".round-00005.abcdefgh" / "new"
+    with resume(run).folder:
+        work.mkdir(parents=True)
+        spoil(checkpoint(run, 4) / "agent.json", lambda raw: raw[:-9])
+        with pytest.raises(BadValueError, match=r"run is being written by another process: one at a time"):
+            resume(run)
+        assert work.exists()
+        assert checkpoint(run, 4).exists()
+    with pytest.warns(RuntimeWarning, match="round-00004 is not used"):
+        close(resume(run))
+    assert not work.exists()
+
+
+def test_one_process_begins(tmp_path: Path) -> None:
+    """The second one finds the folder taken, or in use."""
+    trainer = Trainer(config(rounds=1), tmp_path / "run")
+    with trainer.folder, pytest.raises(BadValueError, match="is in use"):
+        Trainer(config(rounds=1), tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    with folder_taken(tmp_path / "other"), pytest.raises(BadValueError, match="by another process"):
+        RunFolder.create(tmp_path / "other", config())
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 # -- stopped by hand --------------------------------------------------------------------------------------------------

@@ -382,6 +382,9 @@ def test_the_command_writes_tables_json_and_picture(
         (["--task", f"{NAME},{NAME}"], "must be different ones"),
         (["--policies", "wait,nonsense"], "unknown policy 'nonsense'"),
         (["--policies", "wait,wait"], "policy 'wait' is there twice"),
+        (["--policies", ""], "policy '' has an empty name; allowed: wait"),
+        (["--policies", "wait,"], "policy '' has an empty name"),
+        (["--policies", "+,wait"], "policy '' has an empty name"),
         (["--policies", "wait,static:random"], "'random' must be another policy of the list"),
         (["--policies", "wait,static:wait,static:static:wait"], "no control"),
         (["--policies", "oracle,static:oracle"], "not the oracle"),
@@ -392,6 +395,8 @@ def test_the_command_writes_tables_json_and_picture(
         (["--workers", "0"], "workers"),
         (["--picture", "all.jpg"], "must end in .png or .svg"),
         (["--picture", "nowhere/all.svg"], "there is no folder nowhere"),
+        (["--json", "."], ". cannot be written: it is no file"),
+        (["--json", f"{'long' * 70}.json"], "cannot be written: File name too long"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -10,7 +10,6 @@ import torch
 from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
-from esper.leyline.machine import Machine
 from esper.simic.agent import PPOAgent, save_agent
 from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.apply import IllegalActionError, apply_action
@@ -20,7 +19,7 @@ from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.evaluation import run_policy
 from esper.simic.training.groups import Groups
 from esper.simic.training.learned import LearnedPolicy, load_policy
-from esper.simic.training.runs import Progress, Watching
+from esper.simic.training.runs import Watching
 from esper.simic.training.seeds import PURPOSES, host_seed, purpose_of
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig
@@ -346,7 +345,7 @@ def test_a_policy_with_another_critic_acts_all_the_same(tmp_path: Path) -> None:
     layout = replace(runner.layout, critic=runner.layout.critic[:2])
     config = replace(growth_ppo(), network=NetworkConfig(head_gain=1.0))
     agent = PPOAgent(runner.table, layout, config, rng_seed=5)
-    save_agent(agent, tmp_path / "old", {"progress": Progress(0, 0, 0, Machine.here()), "watching": Watching()})
+    save_agent(agent, tmp_path / "old", {"watching": Watching()})
     loaded = load_policy(tmp_path / "old", runner.table, runner.layout)
     one, other = (play(runner, policy)[1] for policy in (LearnedPolicy(agent), loaded))
     assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
@@ -12,8 +13,10 @@ from esper.simic.training.comparison import run_comparisons
 from esper.simic.training.evaluation import UnseenHosts
 from esper.simic.training.finals import sign_final
 from esper.simic.training.jobs import Contender, EvaluationConfig, Job, job_runner, run_everything
-from esper.simic.training.kept import KeptResults
+from esper.simic.training.kept import KeptResults, data_digest
 from esper.simic.training.results import Fossil, Result
+from esper.tolaria import TaskRegistry, get_task
+from esper.tolaria.data import ImageData, ImagePart, TextData
 
 CONFIG = EvaluationConfig("digits_blind", 6, 7)
 RULES = [Contender(CONFIG, spec) for spec in ("wait", "random", "schedule")]
@@ -183,6 +186,57 @@ def test_where_the_data_lie_does_not_matter(ran: Ran, tmp_path: Path) -> None:
     assert not ran
 
 
+def write_images(folder: Path, shade: int) -> Path:
+    """A folder of data in which `cifar10_jpeg` is ten small pictures, each twice; `shade` is the colour of one."""
+    from PIL import Image
+
+    for part in ("train", "test"):
+        for label in range(10):
+            place = folder / "cifar10_jpeg" / part / f"class{label}"
+            place.mkdir(parents=True)
+            for number in range(2):
+                colour = shade if (part, label, number) == ("train", 3, 1) else 20 * label
+                Image.new("RGB", (8, 8), (colour, colour, colour)).save(place / f"{number}.png")
+    return folder
+
+
+def test_what_the_data_are_matters(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pictures in another place are the same data; one picture that differs, in a set of the same name and
+    size, makes others of them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = replace(get_task("cifar_baseline"), name="pictures", dataset="cifar10_jpeg", validation_size=10, batch=2)
+    monkeypatch.setattr(TaskRegistry, "_tasks", {**TaskRegistry._tasks, "pictures": small})
+    folders = [write_images(tmp_path / name, shade) for name, shade in (("one", 60), ("same", 60), ("other", 61))]
+    one, same, other = (
+        replace(RULES[0], config=replace(CONFIG, task="pictures", data_dir=folder)) for folder in folders
+    )
+    run([one], tmp_path / "kept")
+    ran.clear()
+    run([same], tmp_path / "kept")
+    assert not ran
+    run([other], tmp_path / "kept")
+    assert len(ran) == 6
+
+
+def test_every_part_of_the_data_counts() -> None:
+    """Images and labels of all three parts, and texts; equal ones have equal digests."""
+    part = ImagePart(torch.arange(12, dtype=torch.uint8).view(3, 1, 2, 2), torch.tensor([0, 1, 1]))
+    images = ImageData("set", part, part, part, ("a", "b"), (0.0,), (1.0,))
+    text = TextData("text", torch.arange(4), torch.arange(3), torch.arange(2), ("a", "b"))
+    changed = [part._replace(images=part.images + 1), part._replace(labels=1 - part.labels)]
+    changed += [part._replace(images=part.images.view(3, 1, 1, 4))]
+    others: list[ImageData | TextData] = [
+        *(replace(images, train=other) for other in changed),
+        *(replace(images, validation=other) for other in changed),
+        *(replace(images, test=other) for other in changed),
+        replace(text, train=torch.arange(9)), replace(text, validation=torch.arange(9)),
+        replace(text, test=torch.arange(9)),
+    ]  # fmt: skip
+    digests = [data_digest(data) for data in (images, text, *others)]
+    assert len(set(digests)) == len(digests)
+    assert data_digest(replace(images)) == digests[0]
+
+
 def test_damage_is_named(ran: Ran, tmp_path: Path) -> None:
     run(RULES[:1], tmp_path)
     damaged = next(tmp_path.glob("*.json"))
@@ -216,7 +270,7 @@ def test_going_on_is_not_another_look(tmp_path: Path) -> None:
 
 def test_nothing_is_signed_where_nothing_can_be_kept(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signed: list[object] = []
-    monkeypatch.setattr(comparison, "sign_final", lambda *given, **more: signed.append(given))
+    monkeypatch.setattr(comparison, "sign_policies", lambda *given, **more: signed.append(given))
     (tmp_path / "file").write_text("")
     with pytest.raises(BadValueError, match="nothing can be kept"):
         run_comparisons(["digits_blind"], ["wait"], replace(CONFIG, final=True), keep=tmp_path / "file")

@@ -57,7 +57,8 @@ def test_a_run_that_was_killed_as_it_began_begins_alike(tmp_path: Path, learned:
     whole, part = (Trainer(settings, tmp_path / name) for name in ("whole", "part"))
     whole.run(progress=False)
     part.folder.__exit__(None, None, None)
-    again = Trainer(settings, tmp_path / "part", resume=True)
+    with pytest.warns(RuntimeWarning, match="begins again with its first round"):
+        again = Trainer(settings, tmp_path / "part", resume=True)
     with again.folder:
         again.run_round()
     shutil.rmtree(tmp_path / "learned")

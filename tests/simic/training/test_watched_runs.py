@@ -18,7 +18,8 @@ from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, Watch, find_me
 from esper.nissa.sinks import ConsoleSink
 from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.session import SESSIONS, session
+from esper.simic.training.runs import SESSIONS
+from esper.simic.training.session import session
 from esper.simic.training.trainer import Trainer
 
 ROUNDS = 2
@@ -58,10 +59,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_sinks_change_nothing(runs: Runs) -> None:
-    """Bit for bit: metrics, events, weights; only the clock's part and the hub's own differ."""
-    apart = ("timing", "hub")
+    """Bit for bit: metrics, events, weights; only what depends on the clock differs, and what sinks lost is part of
+    that."""
     plain, watched = (
-        [{name: value for name, value in line.items() if name not in apart} for line in runs.lines(which)]
+        [{name: value for name, value in line.items() if name != "timing"} for line in runs.lines(which)]
         for which in ("plain", "watched")
     )
     assert plain == watched
@@ -82,8 +83,9 @@ def test_sinks_are_shown_what_is_written(runs: Runs) -> None:
 
 def test_what_sinks_lose_is_told(runs: Runs) -> None:
     """In the metrics of a run that has sinks, and at its end."""
-    assert all("hub" not in line for line in runs.lines("plain"))
-    assert all(set(line["hub"]) == {"dropped", "failed"} for line in runs.lines("watched"))  # type: ignore[call-overload]  # JSON
+    timings = {which: [line["timing"] for line in runs.lines(which)] for which in ("plain", "watched")}
+    assert all("hub" not in timing for timing in timings["plain"])  # type: ignore[operator]  # JSON
+    assert all(set(timing["hub"]) == {"dropped", "failed"} for timing in timings["watched"])  # type: ignore[index]
     assert runs.watched.hub.metrics() == {"dropped": 0, "failed": 1}
     last = runs.printed.splitlines()[-1]
     assert last.startswith("switched off: broken (OSError: no space to write); the log in ")
@@ -100,7 +102,7 @@ def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
         emitted = set(RoundMeasured(0, line).numbers())
         assert [name for name in emitted if find_metric(name) is None] == []
         assert declared - emitted == set()
-        assert ("hub/dropped" in emitted) == (which == "watched")
+        assert ("timing/hub/dropped" in emitted) == (which == "watched")
 
 
 @pytest.mark.parametrize("console", [True, False])
@@ -128,30 +130,31 @@ def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path
 
 
 def told(folder: Path) -> list[tuple[object, ...]]:
-    """The sessions without their times."""
-    return [tuple(value for key, value in line.items() if key != "time") for line in read_lines(folder / SESSIONS)]
+    """The sessions without their times and machines."""
+    apart = ("time", "machine", "git")
+    return [tuple(value for key, value in line.items() if key not in apart) for line in read_lines(folder / SESSIONS)]
 
 
 def test_sessions_of_a_run(tmp_path: Path) -> None:
     """Ctrl-C, an error, and the end; each process has its begin."""
     recorder, done = Recorder(), 0
     with Hub([recorder]) as hub:
-        with pytest.raises(KeyboardInterrupt), session(tmp_path, hub, 5, lambda: done, False):
+        with pytest.raises(KeyboardInterrupt), session(tmp_path, hub, 5, lambda: done, None):
             done = 2
             raise KeyboardInterrupt
-        with pytest.raises(ValueError, match="why"), session(tmp_path, hub, 5, lambda: done, True):
+        with pytest.raises(ValueError, match="why"), session(tmp_path, hub, 5, lambda: done, ()):
             raise ValueError("why")
         # A line that a kill has torn is put aside; the next does not stick to it.
         with (tmp_path / SESSIONS).open("a") as log:
             log.write('{"kind":"resu')
-        with session(tmp_path, hub, 5, lambda: done, True):
+        with session(tmp_path, hub, 5, lambda: done, ("threads 1 → 2",)):
             done = 5
     assert told(tmp_path) == [
         ("begun", 0, 5),
         ("ended", 2, "stopped", 0),
-        ("resumed", 2, 5),
+        ("resumed", 2, 5, []),
         ("ended", 2, "ValueError: why", 0),
-        ("resumed", 2, 5),
+        ("resumed", 2, 5, ["threads 1 → 2"]),
         ("ended", 5, "complete", 0),
     ]
     assert [event.kind for event in recorder.events] == ["begun", "ended", "resumed", "ended", "resumed", "ended"]

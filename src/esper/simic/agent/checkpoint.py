@@ -81,12 +81,12 @@ def load_agent(
     device: torch.device | str = "cpu",
     compile_mode: CompileMode | None = None,
 ) -> tuple[PPOAgent, dict[str, Any]]:  # Any: dataclasses of the given types
-    """Read an agent and what was kept beside it. `compile_mode` overrides the one that was saved."""
+    """Read an agent, and of what was kept beside it the named. `compile_mode` overrides the one that was saved."""
     content, tensors = read_stored(folder, AGENT)
     wanted = {"agent": SavedAgent, **(extras or {})}
     with refusal(str(folder)):
-        if set(content) != set(wanted):
-            raise CheckpointError(f"{folder} holds {sorted(content)}; wanted {sorted(wanted)}")
+        if missing := sorted(set(wanted) - set(content)):
+            raise CheckpointError(f"{folder} lacks {missing}; it holds {sorted(content)}")
         parts = {name: decode(kind, content[name], name) for name, kind in wanted.items()}
         saved: SavedAgent = parts.pop("agent")
         config = replace(saved.config, compile=saved.compile_mode if compile_mode is None else compile_mode)

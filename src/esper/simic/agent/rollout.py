@@ -143,7 +143,8 @@ class TamiyoRolloutBuffer:
             _check(name, given, own, (len(envs), *own.shape[2:]))
         if self.device.type == "cpu" and not bool(step.rewards.isfinite().all()):
             place = int((~step.rewards.isfinite()).nonzero()[0])
-            raise BadValueError(f"env {envs[place]} got the reward {float(step.rewards[place])}; it must be finite")
+            env, reward = envs[place], float(step.rewards[place])
+            raise BadValueError(f"env {env} got the reward {reward} in step {self._lengths[env]}; it must be finite")
         return [(own, given) for _, own, given in pairs]
 
     @torch.no_grad()

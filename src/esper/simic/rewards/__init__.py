@@ -9,7 +9,7 @@ from esper.simic.rewards.attribution import (
     shapley,
 )
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
-from esper.simic.rewards.detectors import Finding, Suspects, detect, findings
+from esper.simic.rewards.detectors import Finding, Suspects, Suspicion, detect, findings
 from esper.simic.rewards.families import FAMILIES, compute_reward
 from esper.simic.rewards.potentials import is_measured, potential, relative_loss, rent
 from esper.simic.rewards.transition import RewardBreakdown, Rewarded, RewardInputs
@@ -28,6 +28,7 @@ __all__ = [
     "Rewarded",
     "Score",
     "Suspects",
+    "Suspicion",
     "check_gamma",
     "compute_reward",
     "detect",

@@ -1,12 +1,14 @@
 """Detectors of seeds that look better than they are, for every step with an acting seed.
 
 *Hacking*: the host leans on a seed far more than it has gained. *Ransomware*: it would lose much without the seed, and
-has gained nothing on its control by having it. Pure functions; the trainer turns findings into events.
+has gained nothing on its control by having it. Pure functions; the log of a run has an event for every finding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from esper.simic.rewards.config import DetectorLimits
@@ -19,18 +21,24 @@ SEVERITY: dict[Suspicion, Severity] = {"hacking": "warning", "ransomware": "crit
 
 
 class Suspects(NamedTuple):
-    """Which seeds are suspicious, (N, S) bool; none is both."""
+    """Which seeds are suspicious, (N, S) bool, or (T, N, S) over an episode; none is both in one step."""
 
     hacking: Tensor
     ransomware: Tensor
 
+    @staticmethod
+    def over(steps: "Sequence[Suspects]") -> "Suspects":
+        """Of an episode, (T, N, S)."""
+        return Suspects(*(torch.stack(flags) for flags in zip(*steps, strict=True)))
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One suspicious seed."""
+    """A seed that became suspicious."""
 
+    step: int
     env: int
-    slot: int
+    slot: str
     suspicion: Suspicion
     severity: Severity
     contribution: float
@@ -49,16 +57,15 @@ def detect(slots: SlotView, gain: Tensor, limits: DetectorLimits) -> Suspects:
     return Suspects(hacking, ransomware)
 
 
-def findings(suspects: Suspects, slots: SlotView, gain: Tensor) -> tuple[Finding, ...]:
-    """The suspects as records, by env and slot. Host sync: a few, none of them per env."""
+def findings(suspects: Suspects, contribution: Tensor, gain: Tensor, slot_ids: Sequence[str]) -> tuple[Finding, ...]:
+    """The suspects of an episode with contributions (T, N, S) and gains (T, N), by step, env and slot: where a slot is
+    under the same suspicion again, its first step stands for all. Host sync: a few, none of them per env or step."""
     found = []
     names: tuple[Suspicion, ...] = ("hacking", "ransomware")
     for name, flags in zip(names, suspects, strict=True):
-        places = flags.nonzero()
-        if len(places) == 0:
-            continue
-        values = slots.contribution.value[flags].tolist()
-        gains = gain[places[:, 0]].tolist()
-        for (env, slot), value, gained in zip(places.tolist(), values, gains, strict=True):
-            found.append(Finding(env, slot, name, SEVERITY[name], value, gained))
-    return tuple(sorted(found, key=lambda finding: (finding.env, finding.slot)))
+        first = flags & (flags.cumsum(0) == 1)
+        places = first.nonzero()
+        values, gains = contribution[first].tolist(), gain[places[:, 0], places[:, 1]].tolist()
+        for (step, env, slot), value, gained in zip(places.tolist(), values, gains, strict=True):
+            found.append(Finding(step, env, slot_ids[slot], name, SEVERITY[name], value, gained))
+    return tuple(sorted(found, key=lambda finding: (finding.step, finding.env, finding.slot)))

@@ -1,5 +1,6 @@
 """From the figures of every round to alarms that begin once and end once."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from esper.leyline import BadValueError
@@ -69,23 +70,29 @@ class AnomalyDetector:
             raise BadValueError(f"round {round_index} after round {self._last_round}: each is looked at once, in order")
         self._last_round = round_index
         facts = facts if facts is not None else RoundFacts()
-        sight = Sight(metrics, facts, self.limits, self._drift(metrics.clip_factor), self.ppo.clip_norm)
+        sight = Sight(metrics, facts, self.limits, self._drift(metrics), self.ppo.clip_norm)
         judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(sight))
         return tuple(alarm for alarm in judged if alarm is not None)
 
-    def _drift(self, clip_factor: float) -> float | None:
-        """None as long as nothing is usual yet, and for norms that other alarms are about: after taking those in,
-        ordinary ones would look like drift.
-
-        The typical norm of an update is clip norm / mean factor: the harmonic mean over its minibatches, where a norm
-        that is not clipped counts as the clip norm. One minibatch that is ten times the others hardly moves it.
-        """
-        if not 1 / self.limits.gradient_high <= clip_factor <= 1:
+    def _drift(self, metrics: PPOUpdateMetrics) -> float | None:
+        """None as long as nothing is usual yet, and of a round without a norm to compare."""
+        norm = self._heads_norm(metrics)
+        if norm is None:
             return None
-        norm = self.ppo.clip_norm / clip_factor
         known = self._tracker.state.count >= self.limits.drift_warmup
-        drift = self._tracker.observe(norm)
+        drift = self._tracker.observe(norm, self.limits.drift if known else math.inf)
         return drift if known else None
+
+    def _heads_norm(self, metrics: PPOUpdateMetrics) -> float | None:
+        """Of all heads' own gradients. Each head's is a mean over minibatches before clipping: it shows factors up and
+        down, where clip factors show none below the clip norm, and one minibatch hardly moves it, as it does the
+        largest global norm. None where another alarm is about it: after taking those in, ordinary ones would look like
+        drift."""
+        low, high = (limit * self.ppo.clip_norm for limit in (self.limits.gradient_low, self.limits.gradient_high))
+        if metrics.minibatches_not_finite or not low <= metrics.pre_clip_grad_norm <= high:
+            return None
+        norm = math.hypot(*(head.grad_norm for head in metrics.heads.values()))
+        return norm if 0 < norm < math.inf else None
 
     def _judge(self, rule: Rule, reading: Reading, round_index: int) -> Alarm | None:
         key = rule.kind, reading.subject

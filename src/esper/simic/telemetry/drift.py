@@ -23,7 +23,8 @@ class DriftState:
 
 class GradientEMATracker:
     """Compares a norm with its exponential mean, which is taken over logarithms: norms vary by factors, and one burst
-    must not set the scale for long. The k-th value weighs max(1/k, 1 − momentum): no pull of a made-up start."""
+    must not set the scale for long. The k-th value weighs max(1/k, 1 − momentum): no pull of a made-up start. One that
+    is in doubt weighs 1 − momentum, or the mean of a young run would have followed a drift before it counts as one."""
 
     def __init__(self, momentum: float = 0.9, state: DriftState | None = None) -> None:
         if not 0 <= momentum < 1:
@@ -36,14 +37,16 @@ class GradientEMATracker:
         """What the norm used to be; None before the first."""
         return math.exp(self.state.log_mean) if self.state.count else None
 
-    def observe(self, norm: float) -> float:
-        """How many times the norm differs from its mean so far, up or down (1: not at all); then take it in."""
+    def observe(self, norm: float, doubtful: float = math.inf) -> float:
+        """How many times the norm differs from its mean so far, up or down (1: not at all); then take it in, with the
+        least weight if it differs by more than `doubtful` times."""
         require_positive("norm", norm, remark="; what is not finite, or 0, is not drift: look at the gradients")
         value, count = math.log(norm), self.state.count + 1
         if count == 1:
             self.state = DriftState(value, 1)
             return 1.0
         gap = value - self.state.log_mean
-        weight = max(1 / count, 1 - self.momentum)
+        drift = math.exp(abs(gap))
+        weight = 1 - self.momentum if drift > doubtful else max(1 / count, 1 - self.momentum)
         self.state = DriftState(self.state.log_mean + weight * gap, count)
-        return math.exp(abs(gap))
+        return drift

@@ -26,6 +26,9 @@ class RoundFacts:
     """… suspected of reward hacking"""
     ransomware: int | None = None
     """… suspected of ransomware (`esper.simic.rewards.detect`)"""
+    worst_hacking: str = ""
+    """The worst of them, in words"""
+    worst_ransomware: str = ""
     lstm: LstmHealth | None = None
     """In mid-episode"""
     gradients: GradientReport | None = None
@@ -34,7 +37,7 @@ class RoundFacts:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, LstmHealth | GradientReport | RatioReport):
+            if value is not None and not isinstance(value, LstmHealth | GradientReport | RatioReport | str):
                 require_whole(field.name, value, 0)
         if self.committed is not None and self.committed > (self.episodes or 0):
             raise BadValueError(f"{self.committed} committed of {self.episodes} episodes; give both")

@@ -121,9 +121,9 @@ def read_large_gradients(sight: Sight) -> Iterator[Reading]:
 
 
 def read_drift(sight: Sight) -> Iterator[Reading]:
-    """The typical gradient norm of the update against its exponential mean."""
+    """The norm of the heads' gradients against its exponential mean."""
     if sight.drift is not None:
-        what = "factor between the typical gradient norm and its usual one"
+        what = "factor between the norm of the heads' gradients and its usual one"
         yield from _upper(sight.drift, sight.limits.drift, sight.limits, what)
 
 
@@ -179,18 +179,26 @@ def read_growth(sight: Sight) -> Iterator[Reading]:
 
 def read_hacking(sight: Sight) -> Iterator[Reading]:
     """Share of acting seeds that the host leans on more than it has gained."""
-    yield from _suspects(sight, sight.facts.hacking, "share of acting seeds suspected of reward hacking")
+    facts, what = sight.facts, "share of acting seeds suspected of reward hacking"
+    yield from _suspects(sight, facts.hacking, what, facts.worst_hacking)
 
 
 def read_ransomware(sight: Sight) -> Iterator[Reading]:
     """Share of acting seeds that the host needs without having gained anything."""
-    yield from _suspects(sight, sight.facts.ransomware, "share of acting seeds suspected of ransomware")
+    facts, what = sight.facts, "share of acting seeds suspected of ransomware"
+    yield from _suspects(sight, facts.ransomware, what, facts.worst_ransomware)
 
 
-def _suspects(sight: Sight, count: int | None, what: str) -> Iterator[Reading]:
+def _suspects(sight: Sight, count: int | None, what: str, worst: str) -> Iterator[Reading]:
+    """A share of hardly anybody says nothing, of many it says that they are honest."""
     limits, acting = sight.limits, sight.facts.acting
-    if count is not None and acting is not None and acting >= limits.suspects_least:
-        yield from _upper(count / acting, limits.suspects, limits, what, remark=f" ({count} of {acting})")
+    if count is None or not acting:
+        return
+    remark = f" ({count} of {acting}{f'; the worst is {worst}' if worst else ''})"
+    if count >= limits.suspects_least:
+        yield from _upper(count / acting, limits.suspects, limits, what, remark=remark)
+    else:
+        yield Reading("healthy", count / acting, limits.suspects, what, remark=remark)
 
 
 def read_panics(sight: Sight) -> Iterator[Reading]:

@@ -95,7 +95,8 @@ RULES = (
     Rule(
         "gradient_drift",
         "warning",
-        "the typical gradient norm of an update differs from its exponential mean by a factor of {drift}, up or down",
+        "the norm of the heads' gradients, before clipping, differs from its exponential mean by a factor of {drift}, "
+        "up or down",
         "compare rewards, observations and hosts of these rounds with those before",
         readings.read_drift,
         "drift_patience",

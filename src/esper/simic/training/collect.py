@@ -8,9 +8,10 @@ from torch import Tensor
 
 from esper.leyline import BadValueError, derive_seed
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
-from esper.simic.rewards import RewardConfig, detect, is_measured
+from esper.simic.rewards import Finding, RewardConfig, Suspects, detect, findings, is_measured
 from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
+from esper.simic.training.results import RHO
 from esper.simic.training.rewarding import reward_step
 from esper.simic.training.seeds import Purpose, host_seed
 from esper.tamiyo.features import tell_end
@@ -48,6 +49,8 @@ class RoundRecord(NamedTuple):
     """(steps, n, slots): with which each step was trained"""
     watched: Tensor
     """(3,): acting seeds with a measured contribution over all steps; of these, hacking; of these, ransomware"""
+    suspects: tuple[Finding, ...]
+    """Seeds that look better than they are"""
     lstm: LstmHealth | None
     """The memory in mid-episode"""
     changes: list[tuple[int, SeedChange]]
@@ -128,7 +131,7 @@ class Collector:
         results: list[StepResult] = []
         parts: list[dict[str, Tensor]] = []
         features: list[Tensor] = []
-        watched, lstm = torch.zeros(3, dtype=torch.long, device=agent.device), None
+        lstm = None
         for step in range(steps):
             with spans("observe"):
                 view = runner.view()
@@ -143,9 +146,8 @@ class Collector:
             with spans("reward"):
                 rewarded = reward_step(self.reward, runner, view, decision.actions, result)
             runner.potential = rewarded.potential
-            with spans("watch"):
-                watched += watch(result, self.reward)
-                if step == steps // 2:
+            if step == steps // 2:
+                with spans("watch"):
                     lstm = compute_lstm_health(memory)
             ends = result.panics | runner.done
             values = agent.values_of(values, buffer.tasks[rows.start : rows.stop])
@@ -171,7 +173,7 @@ class Collector:
         buffer.observations[rows.start : rows.stop, :steps] = (
             agent.see(told.flatten(0, 1)).view_as(told).transpose(0, 1)
         )
-        return self._record(runner, rows, told, results, parts, watched, lstm)
+        return self._record(runner, rows, told, results, parts, lstm)
 
     def _record(
         self,
@@ -180,15 +182,16 @@ class Collector:
         features: Tensor,
         results: list[StepResult],
         parts: list[dict[str, Tensor]],
-        watched: Tensor,
         lstm: LstmHealth | None,
     ) -> RoundRecord:
+        with self.spans("watch"):
+            watched, suspects = watch(results, self.reward, runner.slots.slot_ids)
         last = results[-1]
         assert last.hardened_accuracy is not None
         assert last.hardened_control is not None
         gain = last.hardened_accuracy - last.hardened_control
         task, own = runner.fleet.task, slice(rows.start, rows.stop)
-        rent = self.reward.rho * torch.log2(1 + last.fossil_parameters / task.host_parameters)
+        rent = RHO * torch.log2(1 + last.fossil_parameters / task.host_parameters)
         return RoundRecord(
             task=task.name,
             first_env=rows.start,
@@ -206,17 +209,24 @@ class Collector:
             control_accuracies=torch.stack([result.control_accuracy for result in results]),
             alphas=torch.stack([result.slots.alpha for result in results]),
             watched=watched,
+            suspects=suspects,
             lstm=lstm,
             changes=[(step, change) for step, result in enumerate(results) for change in result.changes],
             symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
         )
 
 
-def watch(result: StepResult, reward: RewardConfig) -> Tensor:
-    """(3,): acting seeds with a measured contribution, and how many of them look better than they are."""
-    suspects = detect(result.slots, result.gain, reward.limits)
-    measured = is_measured(result.slots.contribution, result.slots.alpha)
-    return torch.stack([flags.sum() for flags in (measured, *suspects)])
+def watch(
+    results: Sequence[StepResult], reward: RewardConfig, slot_ids: Sequence[str]
+) -> tuple[Tensor, tuple[Finding, ...]]:
+    """Over every step of an episode, (3,): acting seeds with a measured contribution, and how many of them look better
+    than they are by either suspicion; and those by name."""
+    suspects = Suspects.over([detect(result.slots, result.gain, reward.limits) for result in results])
+    contribution = torch.stack([result.slots.contribution.value for result in results])
+    gain = torch.stack([result.gain for result in results])
+    measured = torch.stack([is_measured(result.slots.contribution, result.slots.alpha) for result in results])
+    counts = torch.stack([flags.sum() for flags in (measured, *suspects)])
+    return counts, findings(suspects, contribution, gain, slot_ids)
 
 
 def check_alike(runners: Sequence[EpisodeRunner]) -> None:

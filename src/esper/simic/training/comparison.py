@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.training.evaluation import host_seeds
-from esper.simic.training.finals import sign_final
+from esper.simic.training.finals import sign_policies
 from esper.simic.training.jobs import (
     ORACLE,
     Contender,
@@ -24,13 +23,14 @@ from esper.simic.training.jobs import (
     check_specs,
     is_learned,
     job_runner,
+    learned_runs,
     members,
     run_everything,
 )
+from esper.simic.training.joined import unfinished
 from esper.simic.training.kept import KeptResults
 from esper.simic.training.kinds import KindSummary, by_kind
 from esper.simic.training.results import Result
-from esper.simic.training.runs import git_hash
 from esper.simic.training.verdicts import MARGIN, Compared, Rows, compare_all, compare_rows
 from esper.tolaria import get_task
 
@@ -183,7 +183,11 @@ def run_comparisons(
     for each in configs:
         check_specs(specs, each)
     recall = KeptResults(keep).recall if keep is not None else run_everything
-    warnings = _sign(tasks, specs, config, going_on=keep is not None) if config.final else []
+    warnings = unfinished(learned_runs(specs))
+    if config.final:
+        for each in configs:
+            get_task(each.task).load_data(each.data_dir)  # where they are missing, no look is wasted
+        warnings += sign_policies(specs, tasks, config.hosts, config.seed, going_on=keep is not None)
     plain = [spec for spec in specs if base_of(spec) == spec]
     grown = {
         Key(each.task, spec, likeliest): [Contender(each, member, greedy=likeliest) for member in members(spec)]
@@ -239,19 +243,6 @@ def _on_one_task(
         {key.spec: rows for key, rows in found.items() if key.task == task.name and key.greedy},
         {spec: by_kind(task, seeds, rows) for spec, rows in results.items()} if len(task.defects) > 1 else {},
     )
-
-
-def _sign(tasks: Sequence[str], specs: Sequence[str], config: EvaluationConfig, *, going_on: bool) -> list[str]:
-    runs = [Path(member) for spec in specs if is_learned(spec) for member in members(spec)]
-    entry = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "task": ",".join(tasks),
-        "hosts": config.hosts,
-        "seed": config.seed,
-        "git": git_hash(),
-        "policies": list(specs),
-    }
-    return sign_final(runs, entry, going_on=going_on)
 
 
 def _over_tasks(tasks: dict[str, Comparison]) -> Rows:

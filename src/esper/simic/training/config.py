@@ -8,6 +8,7 @@ from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.simic.agent import PPOConfig
 from esper.simic.rewards import RewardConfig, check_gamma
+from esper.simic.telemetry import AlarmLimits
 from esper.tamiyo import NetworkConfig
 from esper.tolaria import Task, get_task
 
@@ -45,6 +46,7 @@ class TrainConfig:
     """How seeds in TRAINING learn: from a shadow row of their own, or straight_through the main row."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
+    alarms: AlarmLimits = field(default_factory=AlarmLimits)
     device: str = "cpu"
     """Where hosts and policy live."""
     threads: int = 1

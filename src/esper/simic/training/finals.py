@@ -1,22 +1,48 @@
 """Final evaluations are signed into the runs that they are about: test images are for once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
-from esper.leyline import BadValueError
+from esper.leyline import BadValueError, EsperError
 from esper.nissa.log import Json, JsonLines, read_lines
+from esper.simic.training.jobs import learned_runs
+from esper.simic.training.runs import git_hash, read_config
 
 FINAL = "final.jsonl"
 
 
+def sign_policies(
+    specs: Sequence[str], tasks: Sequence[str], hosts: int, rng_seed: int, *, going_on: bool = False
+) -> list[str]:
+    """Sign a final evaluation of these policies into the runs among them; see `sign_final`."""
+    entry = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": ",".join(tasks),
+        "hosts": hosts,
+        "seed": rng_seed,
+        "git": git_hash(),
+        "policies": list(specs),
+    }
+    return sign_final(learned_runs(specs), entry, going_on=going_on)
+
+
 def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, going_on: bool = False) -> list[str]:
-    """Append the entry to every run's `final.jsonl`; returns a warning for each run that was signed before.
+    """Append the entry to every run's `final.jsonl`; returns a warning for each run that was signed before, or that
+    began with the controller of one that was.
 
     Every file is opened before the first is written to: one that cannot be written stops all. `going_on`: the same
     evaluation, stopped and begun again, is not another look.
     """
-    warnings = [warning for run in runs for warning in _earlier(run, entry if going_on else None)]
+    same = entry if going_on else None
+    warnings = [warning for run in runs for warning in _earlier(run, str(run), same)]
+    warnings += [
+        warning
+        for run in runs
+        for ancestor in _ancestors(run)
+        for warning in _earlier(ancestor, f"{run} began with the controller of {ancestor}, which", same)
+    ]
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(JsonLines(run / FINAL)) for run in runs]
@@ -27,7 +53,23 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, going_on: bool =
     return warnings
 
 
-def _earlier(run: Path, same: dict[str, Json] | None) -> list[str]:
+def _ancestors(run: Path) -> Iterator[Path]:
+    """The runs whose controllers a run goes back to, the nearest first, as far as their folders are still there."""
+    seen = {run.resolve()}
+    while (start := _start(run)) is not None and start.is_dir() and start.resolve() not in seen:
+        seen.add(start.resolve())
+        yield start
+        run = start
+
+
+def _start(run: Path) -> Path | None:
+    try:
+        return read_config(run).start
+    except EsperError:  # nobody can tell any more; whether a run can be evaluated is not asked here
+        return None
+
+
+def _earlier(run: Path, who: str, same: dict[str, Json] | None) -> list[str]:
     found = list(read_lines(run / FINAL)) if (run / FINAL).is_file() else []
     if same is not None:
         found = [entry for entry in found if entry | {"when": ""} != same | {"when": ""}]
@@ -36,6 +78,6 @@ def _earlier(run: Path, same: dict[str, Json] | None) -> list[str]:
     first = found[0]
     times = f"{len(found)} times, first" if len(found) > 1 else "once"
     return [
-        f"{run} has been in a final evaluation {times} at {first['when']} ({first['task']}, {first['hosts']} hosts, "
+        f"{who} has been in a final evaluation {times} at {first['when']} ({first['task']}, {first['hosts']} hosts, "
         f"seed {first['seed']}): its figures on test images are no longer those of a first look"
     ]

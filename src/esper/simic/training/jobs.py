@@ -17,6 +17,8 @@ from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
 from esper.simic.training.controls import retrain, train_static
 from esper.simic.training.evaluation import AT_ONCE, MOST_POLICIES, Trajectory, UnseenHosts
+from esper.simic.training.fleets import check_device
+from esper.simic.training.joined import check_joined
 from esper.simic.training.learned import LearnedPolicy
 from esper.simic.training.named import RULES, make_policies
 from esper.simic.training.oracle import run_oracle
@@ -127,6 +129,12 @@ def members(spec: str) -> list[str]:
     return spec.split("+") if is_learned(spec) else [spec]
 
 
+def learned_runs(specs: Iterable[str]) -> list[Path]:
+    """The run folders behind names, each once."""
+    runs = [Path(member) for spec in specs if is_learned(spec) for member in members(spec)]
+    return list({run.resolve(): run for run in runs}.values())
+
+
 def policy_of(spec: str, task: Task, preset: str, device: str) -> Policy:
     """The policy of a name that stands for one."""
     (policy,) = make_policies(spec, task, growth_table(head_preset(preset), task.slot_config), device)
@@ -135,6 +143,7 @@ def policy_of(spec: str, task: Task, preset: str, device: str) -> Policy:
 
 def check_specs(specs: Sequence[str], config: EvaluationConfig) -> None:
     """Raise for what cannot be evaluated, before anything runs."""
+    check_device(config.device)
     if repeated := [spec for spec in specs if list(specs).count(spec) > 1]:
         raise BadValueError(f"policy {repeated[0]!r} is there twice")
     for spec in specs:
@@ -147,6 +156,8 @@ def check_specs(specs: Sequence[str], config: EvaluationConfig) -> None:
         if kind not in CONTROLS and spec != ORACLE:
             for member in members(spec):
                 policy_of(member, get_task(config.task), config.preset, config.device)
+        if is_learned(spec):
+            check_joined(members(spec))
 
 
 def run_job(unseen: UnseenHosts, job: Job) -> list[Result]:

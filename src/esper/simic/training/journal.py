@@ -1,4 +1,5 @@
-"""A round written down: an event per stage change, panic, episode and alarm, one of details; one line of metrics."""
+"""A round written down: an event per stage change, panic, suspicious seed, episode and alarm, one of details; one line
+of metrics."""
 
 import statistics
 from collections import Counter
@@ -17,10 +18,12 @@ from esper.nissa import (
     Panicked,
     RoundExamined,
     RoundMeasured,
+    SeedSuspected,
     StageChanged,
     as_line,
 )
 from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.rewards import Suspicion
 from esper.simic.telemetry import Alarm, DetailReport, RoundFacts, SpanTotal, worst_health
 from esper.simic.training.collect import RoundRecord
 from esper.simic.training.decisions import decided
@@ -48,6 +51,12 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
         events.write(**as_line(moved))
     for step, env, why in record.symptoms:
         events.write(**as_line(Panicked(round_index, task, step, first + env, why)))
+    for found in record.suspects:
+        suspected = SeedSuspected(
+            *(round_index, task, found.step, first + found.env, found.slot, found.suspicion, found.severity),
+            *(round(found.contribution, 4), round(found.gain, 4)),
+        )
+        events.write(**as_line(suspected))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
@@ -84,10 +93,22 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
         acting=acting,
         hacking=hacking,
         ransomware=ransomware,
+        worst_hacking=_worst(records, "hacking"),
+        worst_ransomware=_worst(records, "ransomware"),
         lstm=worst_health(record.lstm for record in records),
         gradients=None if report is None else report.gradients,
         ratios=None if report is None else report.ratios,
     )
+
+
+def _worst(records: Sequence[RoundRecord], suspicion: Suspicion) -> str:
+    """The suspect that a host leans on most, in words."""
+    found = [(suspect, r.first_env) for r in records for suspect in r.suspects if suspect.suspicion == suspicion]
+    if not found:
+        return ""
+    worst, first = max(found, key=lambda pair: pair[0].contribution)
+    place = f"env {first + worst.env}, slot {worst.slot}, step {worst.step}"
+    return f"{place}: a contribution of {worst.contribution:.3g} in a gain of {worst.gain:.3g}"
 
 
 def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> list[AlarmRaised]:
@@ -105,10 +126,12 @@ def write_detail(events: JsonLines, round_index: int, report: DetailReport) -> N
     events.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
 
 
-def timing_of(spans: Mapping[str, SpanTotal]) -> dict[str, Json]:
-    """Seconds of the two halves of a round, and of everything inside them by span."""
+def timing_of(spans: Mapping[str, SpanTotal], lost: Mapping[str, int]) -> dict[str, Json]:
+    """Seconds of the two halves of a round, and of everything inside them by span; what sinks lost, where there are
+    any."""
     seconds = {name: round(total.wall_s, 6) for name, total in spans.items()}
-    return {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
+    halves = {"collect_s": seconds["collect"], "update_s": seconds["update"]}
+    return {**halves, "spans": seconds, **({"hub": dict(lost)} if lost else {})}
 
 
 def write_metrics(
@@ -118,9 +141,9 @@ def write_metrics(
     slots: SlotConfig,
     update: PPOUpdateMetrics,
     timing: dict[str, Json],
-    hub: dict[str, int],
 ) -> RoundMeasured:
-    """The line of a round: over all tasks, each task where there are several, the update, and what sinks lost."""
+    """The line of a round: over all tasks, each task where there are several, the update; what the clock or the machine
+    has a say in is under `timing`."""
     several = {record.task: _growth([record]) for record in records} if len(records) > 1 else {}
     values = {
         **_growth(records),
@@ -132,7 +155,6 @@ def write_metrics(
         },
         **encode(update.flat()),  # what is not finite becomes words: an update that failed is written down too
         "timing": timing,
-        **({"hub": hub} if hub else {}),
     }
     metrics.write(round=round_index, **values)
     return RoundMeasured(round_index, values)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.training.runs import EXTRAS, RunFolder
+from esper.simic.training.runs import RunFolder
 from esper.tamiyo import ActionTable, ObservationLayout, signals_to_features
 from esper.tamiyo.network import Memory
 from esper.tamiyo.policy import View
@@ -45,7 +45,7 @@ def load_policy(
     folder: Path, table: ActionTable, layout: ObservationLayout, *, greedy: bool = False, device: str = "cpu"
 ) -> LearnedPolicy:
     """The policy of a run's checkpoint, for hosts with these heads and columns; their slots may be others."""
-    agent, _ = load_agent(folder, EXTRAS, device=device)
+    agent, _ = load_agent(folder, device=device)
     layout = replace(layout, critic=agent.layout.critic)  # who acts has no use for the critic
     _check_fits(agent, table, layout, folder)
     if agent.table != table or agent.layout != layout:
@@ -62,7 +62,7 @@ def begin_with(agent: PPOAgent, run: Path) -> None:
     folder = RunFolder.last_checkpoint(run)
     if folder is None:
         raise CheckpointError(f"{run} has no checkpoint to start from; name a run with at least one complete round")
-    learned, _ = load_agent(folder, EXTRAS, device=str(agent.device))
+    learned, _ = load_agent(folder, device=str(agent.device))
     _check_fits(learned, agent.table, agent.layout, folder)
     ours, its = (asdict(one.config.network) for one in (agent, learned))
     if differing := {name: (its[name], ours[name]) for name in ours if its[name] != ours[name]}:

@@ -1,5 +1,7 @@
 """Policies by name, as the command line gives them."""
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from esper.leyline import BadValueError, UnknownNameError
@@ -42,7 +44,29 @@ def make_policies(spec: str, task: Task, table: ActionTable, device: str = "cpu"
         return [SchedulePolicy(table, slots, read_plan(_tuned_file("schedule", file or SHIPPED, task)))]
     if name == "oracle":
         raise BadValueError("the oracle looks at results and acts on none: it is no policy; `esper evaluate` runs it")
-    return [_from_run(Path(part), task, table, device) for part in spec.split("+")]
+    parts = spec.split("+")
+    if not all(part.strip() for part in parts):
+        # As a path it would be the folder that one is in.
+        raise BadValueError(f"policy {spec!r} has an empty name; allowed: {', '.join(RULES)}, or a run folder")
+    return [_from_run(Path(part), task, table, device) for part in parts]
+
+
+def short_name(spec: str) -> str:
+    """Run folders by their names alone, runs of several training seeds by what their names have in common."""
+    kind, colon, rest = spec.rpartition(":")
+    if "/" not in rest and "+" not in rest:
+        return spec
+    names = [Path(part).name for part in rest.split("+")]
+    if len(names) == 1:
+        return f"{kind}{colon}{names[0]}"
+    return f"{kind}{colon}{names[0].rstrip('0123456789') or names[0]} ({len(names)} seeds)"
+
+
+def short_names(specs: Iterable[str]) -> dict[str, str]:
+    """By spec: its short name or, where another one has the same, all of it."""
+    short = {spec: short_name(spec) for spec in specs}
+    times = Counter(short.values())
+    return {spec: name if times[name] == 1 else spec for spec, name in short.items()}
 
 
 def _from_run(path: Path, task: Task, table: ActionTable, device: str) -> Policy:

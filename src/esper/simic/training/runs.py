@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -13,20 +14,36 @@ from typing import NamedTuple, Self
 import torch
 
 from esper.leyline import BadValueError, CheckpointError, StorageError
-from esper.leyline.files import is_leftover, remove_leftovers, replace_file, storing
+from esper.leyline.files import folder_taken, is_leftover, remove_leftovers, replace_file, storing
 from esper.leyline.interrupts import interrupts_held
 from esper.leyline.machine import Machine
 from esper.leyline.records import Json, decode, encode
 from esper.leyline.series import KEEP, Series
 from esper.leyline.stored import checksum, refusal
 from esper.nissa import JsonLines, read_lines
+from esper.nissa.log import digest_of
 from esper.simic.agent import PPOAgent, load_agent, save_agent
-from esper.simic.telemetry import Detail, DetectorState
+from esper.simic.telemetry import AlarmLimits, Detail, DetectorState
 from esper.simic.training.config import TrainConfig
 
 CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
+SESSIONS = "sessions.jsonl"
+"""Append-only, never cut: how often a run was stopped and resumed is no part of what it computes."""
 PATHS = ("data_dir", "start")
 """Settings that are paths; JSON holds them as text."""
+
+
+@dataclass(frozen=True)
+class LogState:
+    """How far a log was, and what it held."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, log: JsonLines) -> Self:
+        """Of a log whose lines are on the disk."""
+        return cls(log.flush(), log.sha256)
 
 
 @dataclass(frozen=True)
@@ -34,8 +51,8 @@ class Progress:
     """Where a run was when a checkpoint was written."""
 
     rounds: int
-    events_offset: int
-    metrics_offset: int
+    events: LogState
+    metrics: LogState
     machine: Machine
 
 
@@ -58,21 +75,28 @@ class Restored(NamedTuple):
     rounds: int
     """How many it has behind it"""
     watching: Watching
+    remarks: tuple[str, ...] = ()
+    """What is not as it was: damaged checkpoints, another machine"""
 
 
 class RunFolder:
-    """One run on disk. Use it as a context manager: it closes its files."""
+    """One run on disk, this process's alone. Use it as a context manager: it closes its files and lets go of it."""
 
     def __init__(
-        self, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP, offsets: tuple[int, int] | None = None
+        self,
+        path: Path,
+        config: TrainConfig,
+        keep_checkpoints: int,
+        taken: ExitStack,
+        offsets: tuple[int, int] | None = None,
     ) -> None:
+        """`taken` holds the folder's lock; the caller keeps it where this fails. Logs are cut at the offsets."""
         self.path, self.config = path, config
         self.checkpoints = checkpoints_of(path, keep_checkpoints)
         events, metrics = offsets if offsets is not None else (None, None)
-        with ExitStack() as opened:
-            self.events = opened.enter_context(JsonLines(path / EVENTS, events))
-            self.metrics = opened.enter_context(JsonLines(path / METRICS, metrics))
-            self._opened = opened.pop_all()
+        self.events = taken.enter_context(JsonLines(path / EVENTS, events))
+        self.metrics = taken.enter_context(JsonLines(path / METRICS, metrics))
+        self._opened = taken.pop_all()
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP) -> Self:
@@ -81,8 +105,11 @@ class RunFolder:
         checkpoints_of(path, keep_checkpoints)
         with storing(path):
             path.mkdir(parents=True, exist_ok=True)
-        write_config(path, config, keep_checkpoints)
-        return cls(path, config, keep_checkpoints)
+        with ExitStack() as taken:
+            taken.enter_context(folder_taken(path))
+            cls.check_free(path)  # now that nobody else can take it
+            write_config(path, config, keep_checkpoints)
+            return cls(path, config, keep_checkpoints, taken)
 
     @staticmethod
     def check_free(path: Path) -> None:
@@ -96,20 +123,32 @@ class RunFolder:
         """A run to go on with, as it was after its last complete round that is whole on disk. Before the first one it
         begins with the given agent; later ones must be like it.
 
-        The logs are cut to where they were then, their tails kept aside. A checkpoint that is damaged is told of.
+        The logs are cut to where they were then, their tails kept aside. What is not as it was is told of.
         """
         header = read_header(path)
-        checkpoints = checkpoints_of(path, header.keep_checkpoints)
-        with storing(path):
-            remove_leftovers(path)
-        found = checkpoints.read_newest(lambda number, place: _read_checkpoint(path, number, place, agent))
-        if found is None:
-            _check_beginning(path)
-            return cls(path, header.config, header.keep_checkpoints, (0, 0)), Restored(agent, 0, Watching())
-        restored, progress = found
-        progress.machine.warn_of_differences()
-        offsets = (progress.events_offset, progress.metrics_offset)
-        return cls(path, header.config, header.keep_checkpoints, offsets), restored
+        remarks: list[str] = []
+
+        def tell(remark: str) -> None:
+            remarks.append(remark)
+            warnings.warn(remark, RuntimeWarning, stacklevel=4)
+
+        with ExitStack() as taken:
+            taken.enter_context(folder_taken(path))  # before anything is tidied up: it may be another's at work
+            with storing(path):
+                remove_leftovers(path)
+            checkpoints = checkpoints_of(path, header.keep_checkpoints)
+            found = checkpoints.read_newest(lambda number, place: _read_checkpoint(path, number, place, agent), tell)
+            if found is None:
+                _check_beginning(path)
+                restored, offsets = Restored(agent, 0, Watching()), (0, 0)
+                tell(f"{path} has no checkpoint yet: it begins again with its first round")
+            else:
+                restored, progress = found
+                offsets = (progress.events.size, progress.metrics.size)
+                if changed := progress.machine.differences():
+                    tell(f"the run goes on, but not bit for bit: {changed}")
+            folder = cls(path, header.config, header.keep_checkpoints, taken, offsets)
+        return folder, restored._replace(remarks=tuple(remarks))
 
     @staticmethod
     def last_checkpoint(path: Path) -> Path | None:
@@ -119,7 +158,7 @@ class RunFolder:
     def keep(self, agent: PPOAgent, rounds: int, watching: Watching) -> None:
         """A checkpoint after so many rounds; the logs up to here belong to it. Ctrl-C waits until it is written."""
         with interrupts_held():
-            progress = Progress(rounds, self.events.flush(), self.metrics.flush(), Machine.here())
+            progress = Progress(rounds, LogState.of(self.events), LogState.of(self.metrics), Machine.here())
             save_agent(agent, self.checkpoints.place(rounds), {"progress": progress, "watching": watching})
             self.checkpoints.prune()
 
@@ -149,32 +188,33 @@ def _read_checkpoint(path: Path, number: int, place: Path, like: PPOAgent) -> tu
         raise CheckpointError(f"{place}: a policy with other heads or columns than this version of Esper builds")
     if progress.rounds != number:
         raise CheckpointError(f"{place} holds the checkpoint of round {progress.rounds}: it was copied or renamed")
-    for name, offset in ((EVENTS, progress.events_offset), (METRICS, progress.metrics_offset)):
-        _check_log(path / name, offset, place)
+    for name, state in ((EVENTS, progress.events), (METRICS, progress.metrics)):
+        _check_log(path / name, state, place)
     return Restored(agent, number, extras["watching"]), progress
 
 
-def _check_log(log: Path, offset: int, place: Path) -> None:
-    """A log has the lines that were written before a checkpoint."""
+def _check_log(log: Path, state: LogState, place: Path) -> None:
+    """A log has the lines that were written before a checkpoint, each as it was."""
     size = log.stat().st_size if log.is_file() else 0
-    if size < offset:
-        raise CheckpointError(f"{log} has {size} bytes, {place.name} was written after {offset}: lines are lost")
-    if offset == 0:
-        return
-    with log.open("rb") as file:
-        file.seek(offset - 1)
-        if file.read(1) != b"\n":
-            raise CheckpointError(f"{log} was changed: no line ends after {offset} bytes, where {place.name} says so")
+    if size < state.size:
+        raise CheckpointError(f"{log} has {size} bytes, {place.name} was written after {state.size}: lines are lost")
+    if state.size and digest_of(log, state.size).hexdigest() != state.sha256:
+        raise CheckpointError(
+            f"{log} was changed: its first {state.size} bytes are not those that were there when {place.name} was "
+            "written; put back what was, or let another run begin with this one's controller (--start)"
+        )
 
 
 def _check_beginning(path: Path) -> None:
     """A run that was killed in its first round has no checkpoint, and begins again; one with more has lost them."""
-    rounds = sum(1 for _ in read_lines(path / METRICS)) if (path / METRICS).is_file() else 0
-    if rounds > 1:
-        raise CheckpointError(
-            f"{path / METRICS} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
-            "put a copy of one in its place, or begin anew in another folder"
-        )
+    for name in (METRICS, EVENTS, SESSIONS):
+        lines = read_lines(path / name) if (path / name).is_file() else iter(())
+        rounds = max((line.get("round", 0) + (name != SESSIONS) for line in lines), default=0)
+        if rounds > (name != SESSIONS):
+            raise CheckpointError(
+                f"{path / name} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
+                "put a copy of one in its place, or begin anew in another folder"
+            )
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------
@@ -219,8 +259,8 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def read_header(path: Path) -> Header:
-    """The configuration, proven to be what was written. Older folders state no checksum and no start, and keep all
-    checkpoints."""
+    """The configuration, proven to be what was written. Older folders state no checksum, no start and no limits of
+    alarms, and keep all checkpoints."""
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         values = dict(content["config"])
@@ -232,6 +272,7 @@ def read_header(path: Path) -> Header:
                 f"{path / CONFIG} was changed: it states checksum {content['checksum']!r}, its content has {found}; "
                 "put back what was written, or begin anew in another folder"
             )
+    values.setdefault("alarms", encode(AlarmLimits()))
     data_dir, start = (_place(values.pop(name, None)) for name in PATHS)
     config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, "config")
     keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")

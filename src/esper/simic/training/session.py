@@ -5,17 +5,20 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from esper.leyline.machine import Machine
+from esper.leyline.records import encode
 from esper.nissa import Event, Hub, JsonLines, RunBegun, RunEnded, RunResumed, as_line, end_of_lines
-
-SESSIONS = "sessions.jsonl"
-"""Append-only, never cut: how often a run was stopped and resumed is no part of what it computes."""
+from esper.simic.training.runs import SESSIONS, git_hash
 
 
 @contextmanager
-def session(folder: Path, hub: Hub, rounds: int, done: Callable[[], int], resumed: bool) -> Iterator[None]:
-    """Tell the run's `sessions.jsonl` and the sinks of the block's begin and end. `done` counts complete rounds."""
-    begin = RunResumed if resumed else RunBegun
-    _tell(folder, hub, begin(_now(), done(), rounds))
+def session(
+    folder: Path, hub: Hub, rounds: int, done: Callable[[], int], remarks: tuple[str, ...] | None
+) -> Iterator[None]:
+    """Tell the run's `sessions.jsonl` and the sinks of the block's begin and end. `done` counts complete rounds;
+    `remarks` are those of a run that was resumed, None of a new one."""
+    place = (_now(), done(), rounds, encode(Machine.here()), git_hash())
+    _tell(folder, hub, RunBegun(*place) if remarks is None else RunResumed(*place, list(remarks)))
     try:
         yield
     except BaseException as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from esper.leyline import BadValueError, StorageError, derive_seed, head_preset
-from esper.leyline.interrupts import termination_interrupts
+from esper.leyline.interrupts import interrupts_held, termination_interrupts
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import encode
 from esper.leyline.series import KEEP
@@ -21,7 +21,7 @@ from esper.simic.telemetry import Alarm, AnomalyDetector, Examination, Spans, ch
 from esper.simic.training.collect import Collector, RoundRecord, check_alike
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.fleets import growth_fleet
+from esper.simic.training.fleets import check_device, growth_fleet
 from esper.simic.training.groups import Groups
 from esper.simic.training.journal import (
     round_facts,
@@ -55,12 +55,13 @@ class Trainer:
 
         `watch`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round.
         """
-        self.watch, self.resumed = Watch() if watch is None else watch, resume
+        self.watch = Watch() if watch is None else watch
         self.watch.check()
         torch.set_num_threads(config.threads)
         self.config = config
         if not resume:
             RunFolder.check_free(folder)
+        check_device(config.device)
         if profile is not None:
             check_trace(profile / "trace.json.gz", config.device)
         self.runners = [self._runner(name) for name in config.tasks]
@@ -78,11 +79,12 @@ class Trainer:
             begin_with(self.agent, config.start)
         # Last, so that a run that cannot start leaves nothing behind.
         self.round, watching = 0, Watching()
+        self._remarks: tuple[str, ...] | None = None
         if resume:
-            self.folder, (self.agent, self.round, watching) = RunFolder.open(folder, self.agent)
+            self.folder, (self.agent, self.round, watching, self._remarks) = RunFolder.open(folder, self.agent)
         else:
             self.folder = RunFolder.create(folder, config, keep_checkpoints)
-        self.detector = AnomalyDetector(state=watching.detector, ppo=self.agent.config)
+        self.detector = AnomalyDetector(config.alarms, watching.detector, self.agent.config)
         self.detail = watching.detail
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
@@ -110,7 +112,7 @@ class Trainer:
             if self._profile is not None and not left:
                 raise BadValueError(f"{self.folder.path} has no round left to trace; leave --profile away")
             try:
-                with session(self.folder.path, self.hub, self.config.rounds, lambda: self.round, self.resumed):
+                with session(self.folder.path, self.hub, self.config.rounds, lambda: self.round, self._remarks):
                     while self.round < self.config.rounds:
                         words = summary(self.run_round())
                         advance(1, "" if self.watch.console else words)
@@ -140,10 +142,11 @@ class Trainer:
                 metrics = self.agent.update(self.collector.buffer, examination)
             with self.spans("watch"):
                 alarms, raised = self._watch(records, metrics, examination)
-        timing, slots, lost = timing_of(self.spans.drain()), self.runners[0].slots, self.hub.metrics()
-        measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing, lost)
-        self.round += 1
-        self.folder.keep(self.agent, self.round, Watching(self.detector.state, self.detail))
+        timing, slots = timing_of(self.spans.drain(), self.hub.metrics()), self.runners[0].slots
+        measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing)
+        with interrupts_held():  # a round counts once its checkpoint is there
+            self.folder.keep(self.agent, self.round + 1, Watching(self.detector.state, self.detail))
+            self.round += 1
         self.alarms = alarms
         self.hub.publish(measured)
         for event in raised:

@@ -15,6 +15,7 @@ from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.files import replace_file
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
+from esper.simic.training.fleets import check_device
 from esper.simic.training.tuning_heuristic import HeuristicByEnv, search_heuristic
 from esper.simic.training.tuning_schedule import plan_policy, search_schedule
 from esper.simic.training.tuning_search import Search, Trial
@@ -67,6 +68,7 @@ def tune(
     """Search with at most so many episodes. Everything random follows from `rng_seed`."""
     if kind not in TUNED_KINDS:
         raise UnknownNameError("kind of search", kind, TUNED_KINDS)
+    check_device(device)
     task, heads = get_task(task_name), head_preset(preset)
     with progress_bar(f"tuning the {kind}", episodes, shown=progress) as advance:
 

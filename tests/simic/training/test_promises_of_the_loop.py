@@ -1,0 +1,140 @@
+"""What the loop promises between its parts: scales that stop moving, losses in the units of the task, memories that end
+with a panic."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from simic.training.tiny import make_runner, quick_config, quick_trainer
+from torch import Tensor
+
+from esper.kasmina import CNNHost
+from esper.leyline import head_preset
+from esper.simic.agent import PPOAgent
+from esper.simic.training.collect import action_draws
+from esper.simic.training.config import growth_ppo
+from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.evaluation import SideBySide, run_policy
+from esper.simic.training.groups import Groups
+from esper.simic.training.learned import LearnedPolicy
+from esper.tamiyo.network import Memory
+from esper.tamiyo.policy import View
+from esper.tolaria import HostFleet, get_task
+from esper.tolaria.batches import ImageBatches
+from esper.tolaria.data import ImageData, ImagePart
+
+# -- scales that stop moving ------------------------------------------------------------------------------------------
+
+
+def test_the_statistics_of_observations_stand_still_after_their_share_of_rounds(tmp_path: Path) -> None:
+    """Requirement 5: until they freeze. Of four rounds the first two move them; from the third on, when half of the run
+    is done, they stay bit for bit what they were, though there is more to see."""
+    ppo = replace(quick_config().ppo, freeze_after=0.5)
+    trainer = quick_trainer(tmp_path / "run", rounds=4, ppo=ppo)
+    statistics = trainer.agent.observations.statistics
+    moved = []
+    with trainer.folder:
+        for done in range(4):
+            assert trainer.agent.progress == pytest.approx(done / 4)
+            before = {name: value.clone() for name, value in statistics.state_dict().items()}
+            (record,) = trainer.run_round()
+            assert float(record.features.std()) > 0
+            after = statistics.state_dict()
+            moved.append(any(not torch.equal(value, before[name]) for name, value in after.items()))
+    assert moved == [True, True, False, False]
+
+
+# -- losses in the units of the task ----------------------------------------------------------------------------------
+
+
+def guessing_runner(classes: int) -> EpisodeRunner:
+    """Hosts that cannot learn, on noise of so many classes; their episode is one step."""
+    generator = torch.Generator().manual_seed(classes)
+
+    def part(size: int) -> ImagePart:
+        images = torch.randint(256, (size, 1, 8, 8), generator=generator, dtype=torch.uint8)
+        return ImagePart(images, torch.randint(classes, (size,), generator=generator))
+
+    names = tuple(str(number) for number in range(classes))
+    data = ImageData("noise", part(64), part(50), part(50), names, (0.5,), (0.29,))
+    task = get_task("digits_blind")
+    task = replace(
+        task,
+        name=f"guess_{classes}",
+        build_host=lambda: CNNHost((4, 8, 16), 1, 3, classes, in_channels=1, resolution=8),
+        classes=classes,
+        steps=1,
+        batches_per_step=1,
+        batch=8,
+        calibration_size=16,
+        optimiser=replace(task.optimiser, rate=0.0),
+    )
+    groups = Groups(2, 1)
+    fleet = HostFleet(task, groups.hosts, batches=ImageBatches(data, task.batch, device=torch.device("cpu")))
+    return EpisodeRunner(fleet, groups, head_preset("core"))
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100])
+def test_a_host_that_guesses_has_a_loss_of_one(classes: int) -> None:
+    """Requirement 24: losses are in units of the task's own random-guess loss, live and hardened, however many classes
+    it has."""
+    runner = guessing_runner(classes)
+    runner.begin([1, 2])
+    for name, leaf in runner.fleet.host.weights.leaves.items():
+        if ".linear." in name:
+            leaf.data.zero_()  # all classes are alike to them
+    result = runner.step(torch.zeros((2, len(runner.table)), dtype=torch.long))
+    assert not bool(result.panics.any())
+    assert result.hardened_loss is not None
+    for losses in (result.loss, result.hardened_loss):
+        assert losses.tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
+
+
+# -- memories that end with a panic -----------------------------------------------------------------------------------
+
+BROKEN_ENV, BROKEN_STEP = 1, 2
+
+
+class Remembering(LearnedPolicy):
+    """Keeps how much each env remembered when it was to act."""
+
+    def __init__(self, agent: PPOAgent) -> None:
+        super().__init__(agent)
+        self.sizes: list[Tensor] = []
+
+    def act(self, view: View, memory: Memory, uniform: Tensor) -> tuple[Tensor, Memory]:
+        self.sizes.append(sum((part.abs().sum(1) for part in memory), torch.zeros(len(uniform))))
+        return super().act(view, memory, uniform)
+
+
+def run_with_a_fault(policies: list[Remembering], runner: EpisodeRunner) -> None:
+    """An evaluation in which one host breaks at one step."""
+    fleet, steps = runner.fleet, iter(range(100))
+    train = fleet.train_step
+
+    def faulty() -> Tensor:
+        if next(steps) == BROKEN_STEP:
+            fleet.host.weights.matrix.data[runner.groups.envs[BROKEN_ENV]] = float("nan")
+        return train()
+
+    fleet.train_step = faulty  # type: ignore[method-assign]  # a fault
+    policy = policies[0] if len(policies) == 1 else SideBySide(policies)
+    draws = action_draws(0, 0, runner.groups.grown, fleet.task.steps, len(runner.table), "evaluation")
+    run_policy(runner, policy, list(range(runner.groups.count)), draws)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_policy_begins_anew_after_a_panic(width: int) -> None:
+    """Requirement 95: in an evaluation too, alone or beside others, later steps are a new segment with fresh memory;
+    the other hosts are remembered."""
+    runner = make_runner(2, 2)
+    config = replace(growth_ppo(), steps=runner.fleet.task.steps)
+    policies = [Remembering(PPOAgent(runner.table, runner.layout, config, rng_seed=seed)) for seed in range(width)]
+    run_with_a_fault(policies, runner)
+    # Side by side, each policy has every so many-th env.
+    remembered = torch.stack([torch.stack(policy.sizes) for policy in policies], 2).flatten(1) > 0
+    expected = torch.ones_like(remembered)
+    expected[0] = False
+    expected[BROKEN_STEP + 1, BROKEN_ENV] = False
+    assert torch.equal(remembered, expected)
