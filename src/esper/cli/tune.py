@@ -27,6 +27,8 @@ class TuneCommand:
     """Everything random follows from it."""
     preset: str = "core"
     """Heads and ops of the policy: core or full."""
+    workers: int = 1
+    """Processes that share the work, of one thread each."""
     device: str = "cpu"
     data_dir: Path | None = None
     """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""
@@ -43,6 +45,7 @@ class TuneCommand:
             preset=self.preset,
             data_dir=self.data_dir,
             device=self.device,
+            workers=self.workers,
         )
         write_tuned(self.out, tuned)
         console.print(_told(tuned), highlight=False)

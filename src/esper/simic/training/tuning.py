@@ -5,29 +5,27 @@ neither training nor evaluation ever uses.
 """
 
 import json
-from collections.abc import Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.files import replace_file
+from esper.leyline.numbers import require_whole
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.training.fleets import check_device
-from esper.simic.training.tuning_heuristic import HeuristicByEnv, search_heuristic
-from esper.simic.training.tuning_schedule import plan_policy, search_schedule
-from esper.simic.training.tuning_search import Search, Trial
-from esper.simic.training.tuning_trials import Arena, MakePolicy, Trials
+from esper.simic.training.tuning_heuristic import search_heuristic
+from esper.simic.training.tuning_schedule import search_schedule
+from esper.simic.training.tuning_search import Evaluate, Search, Trial
+from esper.simic.training.tuning_workers import Place, SharedTrials, workers_at
 from esper.tamiyo.policies import HeuristicConfig, Plan
 from esper.tamiyo.policies.shipped import CONTENT, FORMAT, TUNED_KINDS, TunedKind
 from esper.tolaria import get_task
 
 EPISODES = 480
 """As many as the learner has by default: 20 rounds × 24 grown hosts."""
-
-Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -63,23 +61,26 @@ def tune(
     rho: float = 2.0,
     data_dir: Path | None = None,
     device: str = "cpu",
+    workers: int = 1,
     progress: bool = True,
 ) -> Tuned:
     """Search with at most so many episodes. Everything random follows from `rng_seed`."""
     if kind not in TUNED_KINDS:
         raise UnknownNameError("kind of search", kind, TUNED_KINDS)
+    require_whole("workers", workers, 1)
     check_device(device)
-    task, heads = get_task(task_name), head_preset(preset)
-    with progress_bar(f"tuning the {kind}", episodes, shown=progress) as advance:
-
-        def start(make_policy: MakePolicy[Candidate]) -> Search[Candidate]:
-            arena = Arena(task, heads, make_policy, device=device, data_dir=data_dir)
-            return Search(Trials(arena, rng_seed, rho, advance), episodes, rng_seed)
-
+    task = get_task(task_name)
+    place = Place(task_name, kind, head_preset(preset).name, rng_seed, rho, device, data_dir)
+    with ExitStack() as opened:
+        advance = opened.enter_context(progress_bar(f"tuning the {kind}", episodes, shown=progress))
+        if workers == 1:
+            trials: Evaluate[Any] = place.open(advance)
+        else:
+            trials = SharedTrials(opened.enter_context(workers_at(place, workers)), workers, advance)
         if kind == "schedule":
-            plans = start(partial(plan_policy, task))
+            plans = Search[Plan](trials, episodes, rng_seed)
             return _tuned(kind, task_name, search_schedule(plans, task), plans)
-        configs = start(partial(HeuristicByEnv, task))
+        configs = Search[HeuristicConfig](trials, episodes, rng_seed)
         return _tuned(kind, task_name, search_heuristic(configs, task), configs)
 
 
