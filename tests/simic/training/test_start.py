@@ -85,7 +85,7 @@ def test_what_cannot_be_begun_with_is_refused(tmp_path: Path, learned: Trainer) 
         Trainer(other, tmp_path / "new")
     with pytest.raises(CheckpointError, match="sees other columns"):
         Trainer(replace(settings, sensing=True), tmp_path / "new")
-    with pytest.raises(CheckpointError, match="with heads"):
+    with pytest.raises(CheckpointError, match="another head preset"):
         Trainer(replace(settings, preset="full"), tmp_path / "new")
     with pytest.raises(CheckpointError, match="nothing has no checkpoint to start from"):
         Trainer(replace(settings, start=tmp_path / "nothing"), tmp_path / "new")

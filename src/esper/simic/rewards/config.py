@@ -16,7 +16,7 @@ class GammaMismatchError(EsperError, ValueError):
     def __init__(self, reward_gamma: float, trainer_gamma: float) -> None:
         super().__init__(
             f"the reward's gamma {reward_gamma!r} is not the trainer's gamma {trainer_gamma!r}; "
-            "shaping keeps the best policy only where both are the same number"
+            "shaping keeps the best policy only where both are the same number: set reward.gamma and ppo.gamma alike"
         )
 
 

@@ -86,7 +86,11 @@ def _check_fits(agent: PPOAgent, table: ActionTable, layout: ObservationLayout, 
             f"it was trained with {agent.layout.blueprints} blueprints, here are {layout.blueprints}"
         )
     if _heads(agent.table) != _heads(table):
-        raise CheckpointError(f"{folder}: a policy with heads {_heads(agent.table)}; wanted {_heads(table)}")
+        its, wanted = ([name for name, _ in _heads(one)] for one in (agent.table, table))
+        raise CheckpointError(
+            f"{folder}: a policy of another head preset: its heads are {its}, wanted are {wanted}; "
+            f"give it hosts of its own (--preset {'full' if len(its) > len(wanted) else 'core'})"
+        )
 
 
 def _columns(layout: ObservationLayout) -> tuple[tuple[str, ...], int]:
