@@ -127,8 +127,15 @@ def resample(pool: Pool, generator: torch.Generator) -> RoundRecord:
         for step, change in records[which].changes
         if change.env == env
     ]
+    suspects = tuple(
+        replace(suspect, env=row)
+        for row, (which, env) in enumerate(places)
+        for suspect in records[which].suspects
+        if suspect.env == env
+    )
     return records[0]._replace(
         task=SHOWN,
+        suspects=suspects,
         objective=pick("objective", 1.0),
         gain=pick("gain", 1.0),
         accuracy=pick("accuracy", 1.0),
