@@ -80,3 +80,10 @@ def test_commits_are_free_until_their_price_begins() -> None:
     assert config.at(0.39) == RewardConfig(commit_price=0.0, price_after=0.4, rho=3.0)
     assert config.at(0.4) is config
     assert config.at(1.0) is config
+
+
+def test_a_price_that_nobody_would_pay() -> None:
+    """A setting that its family does not know is refused, not ignored."""
+    assert RewardConfig(commit_price=2.0).commit_price == 2.0
+    with pytest.raises(BadValueError, match=r"commit_price 2\.0: only the family paired has one, not 'shaped'"):
+        RewardConfig(family="shaped", commit_price=2.0)

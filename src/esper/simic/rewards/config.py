@@ -110,6 +110,9 @@ class RewardConfig:
             require_whole(name, getattr(self, name), 0)
         for name in _AMOUNTS:
             _require_amount(name, getattr(self, name))
+        if self.commit_price and self.family != "paired":
+            price, family = self.commit_price, self.family
+            raise BadValueError(f"commit_price {price!r}: only the family paired has one, not {family!r}")
         # A crash skips the costs that are read off the state it never reached.
         if self.crash_margin <= self.ratio_cap + self.shock_cap:
             raise BadValueError(
