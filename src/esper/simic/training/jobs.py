@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -256,13 +256,16 @@ def collect(contenders: Sequence[Contender], done: Iterable[Done], advance: Adva
     return [Result.joined([found[start] for start in sorted(found)]) for found in parts]
 
 
-def worker_pool(workers: int) -> ProcessPoolExecutor:
-    """Processes of one thread each for `run_in_worker`."""
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_worker)
+def worker_pool(workers: int, begin: Callable[..., None] | None = None, *given: object) -> ProcessPoolExecutor:
+    """Processes of one thread each; `begin(*given)` is called first in each of them."""
+    first = partial(_begin_worker, begin, *given)
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=first)
 
 
-def _begin_worker() -> None:
+def _begin_worker(begin: Callable[..., None] | None, *given: object) -> None:
     torch.set_num_threads(1)
+    if begin is not None:
+        begin(*given)
 
 
 def _run_job(job: Job, opened: Callable[[EvaluationConfig], UnseenHosts]) -> Done:

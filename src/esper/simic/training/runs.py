@@ -209,8 +209,9 @@ def _check_beginning(path: Path) -> None:
     """A run that was killed in its first round has no checkpoint, and begins again; one with more has lost them."""
     for name in (METRICS, EVENTS, SESSIONS):
         lines = read_lines(path / name) if (path / name).is_file() else iter(())
-        rounds = max((line.get("round", 0) + (name != SESSIONS) for line in lines), default=0)
-        if rounds > (name != SESSIONS):
+        last = max((line.get("round", 0) for line in lines), default=0)
+        if last > 0:  # of events and metrics the round that they are about, of sessions the next one to train
+            rounds = last if name == SESSIONS else last + 1
             raise CheckpointError(
                 f"{path / name} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
                 "put a copy of one in its place, or begin anew in another folder"

@@ -6,14 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from esper.leyline import BadValueError, EsperError, head_preset
 from esper.leyline.progress import Advance
+from esper.simic.training.jobs import worker_pool
 from esper.simic.training.tuning_heuristic import HeuristicByEnv
 from esper.simic.training.tuning_schedule import plan_policy
 from esper.simic.training.tuning_trials import Arena, MakePolicy, Trials, divide
@@ -71,7 +69,7 @@ class SharedTrials(Generic[Candidate]):
 @contextmanager
 def workers_at(place: Place, workers: int) -> Iterator[ProcessPoolExecutor]:
     """Processes of one thread each. What is begun when the block ends with an error is not waited for."""
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(place,))
+    pool = worker_pool(workers, _begin, place)
     try:
         yield pool
     finally:
@@ -104,7 +102,6 @@ _trials: Callable[[Sequence[Any], Sequence[int]], list[list[float]]] | None = No
 
 def _begin(place: Place) -> None:
     global _place
-    torch.set_num_threads(1)
     _place = place
 
 
