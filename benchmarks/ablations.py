@@ -23,7 +23,7 @@ from esper.leyline.records import encode
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.evaluation import UnseenHosts
 from esper.simic.training.named import make_policies
-from esper.simic.training.runs import read_config
+from esper.simic.training.run_config import read_config
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import growth_table
 from esper.tolaria import TaskRegistry, get_task

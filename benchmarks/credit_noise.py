@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from esper.leyline import BadValueError
 from esper.nissa import read_lines
-from esper.simic.training.runs import EVENTS, read_config
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import EVENTS
 
 Array = NDArray[np.float64]
 EARLY = 3

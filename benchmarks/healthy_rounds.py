@@ -22,7 +22,8 @@ from esper.simic.agent import HeadMetrics, PPOUpdateMetrics, load_agent
 from esper.simic.telemetry import AnomalyDetector, RoundFacts
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.groups import Groups
-from esper.simic.training.runs import EVENTS, EXTRAS, METRICS, RunFolder, read_config
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import EVENTS, EXTRAS, METRICS, RunFolder
 from esper.simic.training.trainer import Trainer
 
 COLUMNS = ("round", "severity", "alarm", "subject", "cause")

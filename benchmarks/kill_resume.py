@@ -31,7 +31,8 @@ from esper.leyline.stored import read_stored
 from esper.nissa import read_lines
 from esper.simic.agent.checkpoint import AGENT
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.runs import CHECKPOINTS, CONFIG, EVENTS, METRICS, RunFolder, read_config
+from esper.simic.training.run_config import CONFIG, read_config
+from esper.simic.training.runs import CHECKPOINTS, EVENTS, METRICS, RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import TaskRegistry, get_task
 

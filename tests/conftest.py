@@ -1,10 +1,14 @@
-"""For all tests: one torch thread, and a random state that no test hands on to the next."""
+"""For all tests: one torch thread, a random state that no test hands on to the next, and benchmarks as modules."""
 
+import importlib
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
+from bench import BENCHMARKS
 
 from esper.tolaria import TaskRegistry
 
@@ -26,6 +30,30 @@ def fresh_registry() -> Iterator[None]:
     TaskRegistry._tasks = dict(before)
     yield
     TaskRegistry._tasks = before
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Scripts as modules; tasks that they register are gone with the test."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(TaskRegistry, "_tasks", dict(TaskRegistry._tasks))
+    return importlib.import_module
+
+
+@pytest.fixture
+def run_here(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What a script prints, run in this process with few bootstraps: no time for another start of torch."""
+
+    def run(name: str, *arguments: str) -> str:
+        script = benchmark(name)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        monkeypatch.setattr(script, "BOOTSTRAPS", 20, raising=False)
+        script.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,6 +46,11 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     assert "Warned" not in text
     found["warnings"] = ["runs/a0 was seen", "runs/a1 was seen"]
     assert "Warned: runs/a0 was seen (and 1 more like it)." in results.evaluation(found)
+    assert "Run later" not in text
+    later = {"command": "esper evaluate --policies wait", "torch": "2.13.0", "machine": machine}
+    found["joined"] = [{"policies": ["wait", "random"], "provenance": later}]
+    told = "Run later, on the same hosts: wait, random. `esper evaluate --policies wait` (2 CPU cores, torch 2.13.0)."
+    assert told in results.evaluation(found)
 
 
 def test_a_second_look_at_test_images_is_on_the_page(results: ModuleType) -> None:

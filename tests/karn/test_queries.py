@@ -53,6 +53,14 @@ def test_rounds(tmp_path: Path) -> None:
     assert not any("germinated" in column.name or "tasks" in column.name for column in columns_of(tmp_path)["rounds"])
 
 
+def test_numbers_at_any_depth(tmp_path: Path) -> None:
+    """What the hub has dropped lies two levels down."""
+    timing = {"collect_s": 3.0, "hub": {"dropped": 7, "failed": {"console": 2}}, "words": "none"}
+    write_run(tmp_path, [metrics(0, timing=timing)])
+    found = rows_of(tmp_path, "SELECT timing_collect_s, timing_hub_dropped, timing_hub_failed_console FROM rounds")
+    assert found == [(3.0, 7.0, 2.0)]
+
+
 def test_decisions(tmp_path: Path) -> None:
     """A row per step: those that are not written waited."""
     write_run(tmp_path, events=[full_episode(0, 2)])

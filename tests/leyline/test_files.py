@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from esper.leyline import BadValueError, StorageError
-from esper.leyline.files import discard_folder, is_leftover, present_folder, remove_leftovers, replace_file
+from esper.leyline import BadValueError, StorageError, files
+from esper.leyline.files import (
+    discard_folder,
+    folder_taken,
+    is_leftover,
+    present_folder,
+    remove_leftovers,
+    replace_file,
+)
 from esper.leyline.files import replace_folder as replace
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -169,6 +177,61 @@ def test_what_a_living_writer_works_on_is_left_alone(tmp_path: Path) -> None:
     first.join()
     assert read(tmp_path / "thing") == ["first"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+
+
+def test_a_work_folder_that_somebody_removes_is_not_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it has no lock yet, another may have taken it for a leftover: it is still there, and soon is not."""
+    lock_folder, locks = files._lock_folder, list[int | None]()
+
+    def after_a_remover(folder: Path) -> int | None:
+        if not locks:  # the first one: a remover was quicker
+            locks.append(lock_folder(folder))
+        return lock_folder(folder)
+
+    monkeypatch.setattr(files, "_lock_folder", after_a_remover)
+    replace(tmp_path / "thing", fill("new"), NAMES)
+    assert read(tmp_path / "thing") == ["new"] * 2
+    left = [path for path in tmp_path.iterdir() if path.name != "thing"]
+    assert [list(path.iterdir()) for path in left] == [[]], "it belongs to the remover, and is empty"
+    files._let_go(locks[0])
+
+
+def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a writer that meets it in between takes it for its own."""
+    (tmp_path / ".thing.abcdefgh").mkdir()
+    remove, locked = shutil.rmtree, list[bool]()
+
+    def look(folder: Path, *, ignore_errors: bool) -> None:
+        locked.append(files._lock_folder(folder) is None)
+        remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    remove_leftovers(tmp_path)
+    assert locked == [True]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_does_not_hold_a_folder(tmp_path: Path) -> None:
+    """It may outlive the one that took it; and it lets go of nothing that is still that one's."""
+    (begun, begin), (ended, end) = os.pipe(), os.pipe()
+    with folder_taken(tmp_path):
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.write(begin, b"!")
+            os.read(ended, 1)
+            os._exit(0)
+        os.read(begun, 1)
+        told = pytest.raises(BadValueError, match="by another process, or by another object of this one")
+        with told, folder_taken(tmp_path):
+            pass
+    with folder_taken(tmp_path):  # the child lives
+        pass
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+    for handle in (begun, begin, ended):
+        os.close(handle)
 
 
 @pytest.mark.parametrize("name", [".thing.abc", "thing.abcd_123", ".thing.ABCD_123", ".thing"])

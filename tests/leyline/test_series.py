@@ -100,7 +100,7 @@ def test_all_are_refused(tmp_path: Path) -> None:
     series = make(tmp_path, "round-00001", "round-00002")
     for number in (1, 2):
         (series.place(number) / "bad").write_text("")
-    with pytest.raises(CheckpointError, match=r"none of .*\(round-00002: .*bad; round-00001: .*bad\); put a copy"):
+    with pytest.raises(CheckpointError, match=r"none of .*\(round-00002: .*bad; round-00001: .*bad\); put back"):
         series.read_newest(read)
     assert names(tmp_path) == ["round-00001", "round-00002"]
 

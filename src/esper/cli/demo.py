@@ -71,7 +71,6 @@ class DemoCommand:
             trainer = Trainer(config, folder)
             trainer.run()
             if trainer.round < self.rounds:  # stopped by hand: `run` has said how to go on
-                pool.shutdown(cancel_futures=True)
                 return
             console.print(f"Comparing it with rules on {self.unseen} hosts that none of them has seen …")
             with job_runner(1) as run:

@@ -19,7 +19,7 @@ from esper.leyline.records import Json
 from esper.simic.training.comparison import Comparisons, run_comparisons
 from esper.simic.training.jobs import EvaluationConfig
 from esper.simic.training.named import short_names
-from esper.simic.training.runs import git_hash
+from esper.simic.training.run_config import git_hash
 from esper.simic.training.verdicts import CLAIM_SEEDS
 
 PICTURES = (".png", ".svg")
@@ -99,19 +99,24 @@ class EvaluateCommand:
             for name, value in given.items()
             if value != next(field.default for field in fields(self) if field.name == name)
         ]
-        accelerator = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
-        return {
-            "command": " ".join(["esper evaluate", *flags]),
-            "git": git_hash(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": {
-                "system": platform.platform(),
-                "processor": platform.processor() or platform.machine(),
-                "cores": os.cpu_count(),
-                "accelerator": accelerator,
-            },
-        }
+        return made_with(" ".join(["esper evaluate", *flags]), self.device)
+
+
+def made_with(command: str, device: str = "cpu") -> dict[str, Json]:
+    """A command, the code and the machine."""
+    accelerator = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return {
+        "command": command,
+        "git": git_hash(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "accelerator": accelerator,
+        },
+    }
 
 
 def check_target(target: Path) -> None:

@@ -11,7 +11,7 @@ from esper.leyline import BadValueError
 from esper.leyline.series import KEEP
 from esper.nissa import Watch
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.runs import read_config
+from esper.simic.training.run_config import read_config
 from esper.simic.training.trainer import Trainer
 
 

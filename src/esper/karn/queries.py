@@ -133,10 +133,17 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
 def _numbers(line: Fields) -> dict[str, Json]:
     """Every number of a line of the metrics, by the name of its column."""
     found: dict[str, Json] = {}
+
+    def visit(name: str, value: Json) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(f"{name}/{key}", item)
+        elif is_number(value) or value in NOT_FINITE:
+            found[column_name(name)] = value
+
     for name, value in line.content.items():
         if name not in NESTED_ELSEWHERE:
-            inner = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-            found |= {column_name(key): item for key, item in inner.items() if is_number(item) or item in NOT_FINITE}
+            visit(name, value)
     return found
 
 

@@ -227,7 +227,7 @@ VIEWS: Mapping[str, View] = {
         ("panic",),
     ),
     "suspects": View(
-        "A row per seed that looked better than it was, at its first such step.",
+        "A row per seed that looked better than it was, and per suspicion, at the first such step.",
         {
             **_EPISODE,
             **_STEP,

@@ -99,8 +99,7 @@ def _work_folder(target: Path) -> Iterator[Path]:
     try:
         yield work
     finally:
-        if lock is not None:
-            os.close(lock)
+        _let_go(lock)
         if target.exists() or not _holds_both(work):
             shutil.rmtree(work, ignore_errors=True)
 
@@ -111,10 +110,9 @@ def _new_work_folder(target: Path) -> tuple[Path, int | None]:
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         with suppress(FileNotFoundError):
             lock = _lock_folder(work)
-            if work.exists():
+            if work.exists() and (lock is not None or os.name != "posix"):
                 return work, lock
-            if lock is not None:
-                os.close(lock)
+            _let_go(lock)  # whoever has the lock, or had it, removes the folder
     raise StorageError(f"{target} cannot be written: another process removes what is begun there; end that first")
 
 
@@ -138,9 +136,8 @@ def _remove_leftover(work: Path) -> None:
     if _holds_both(work) and not target.exists():
         (work / NEW).rename(target)
         sync_to_disk(work.parent)
-    if lock is not None:
-        os.close(lock)
     shutil.rmtree(work, ignore_errors=True)
+    _let_go(lock)  # after that: a writer that finds its new folder unlocked takes it for its own
 
 
 def is_leftover(path: Path, name: str | None = None) -> bool:
@@ -166,17 +163,19 @@ def _holds_both(work: Path) -> bool:
 
 @contextmanager
 def folder_taken(folder: Path) -> Iterator[None]:
-    """Inside, no other process takes this folder. The lock is the system's: it ends with the process, however that
-    ends."""
+    """Inside, nobody else takes this folder. The lock is the system's: it ends with the process, however that ends, and
+    processes that it has forked do not hold it."""
     with storing(folder):
         lock = _lock_folder(folder)
     if lock is None and os.name == "posix":
-        raise BadValueError(f"{folder} is being written by another process: one at a time, end that first")
+        raise BadValueError(
+            f"{folder} is being written by another process, or by another object of this one: one at a time, end that "
+            "first"
+        )
     try:
         yield
     finally:
-        if lock is not None:
-            os.close(lock)
+        _let_go(lock)
 
 
 # -- the system -------------------------------------------------------------------------------------------------------
@@ -212,6 +211,28 @@ def _lock_folder(folder: Path) -> int | None:
         return None
     handle = os.open(folder, os.O_RDONLY)
     if take_alone(handle):
+        _locks.add(handle)
         return handle
     os.close(handle)
     return None
+
+
+_locks: set[int] = set()
+"""Handles of the folders that this process has locked."""
+
+
+def _let_go(lock: int | None) -> None:
+    """Of a lock, unless this process was forked from the one that took it."""
+    if lock in _locks:
+        _locks.remove(lock)
+        os.close(lock)
+
+
+def _let_go_of_all() -> None:
+    """In a forked process: a lock lasts as long as any process has its handle open, and this one may live longer."""
+    for lock in list(_locks):
+        _let_go(lock)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_of_all)

@@ -11,8 +11,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the block is over. In a thread other than the main one, which gets no signals,
-    nothing is done."""
+    """Ctrl-C and SIGTERM wait until the block is over; where it ends with an error, that comes first, and they are
+    forgotten. In a thread other than the main one, which gets no signals, nothing is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -28,8 +28,8 @@ def interrupts_held() -> Iterator[None]:
         for number, handler in before.items():
             # None: a handler that was not set from Python, and cannot be put back from it
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for each in dict.fromkeys(came):
-            signal.raise_signal(each)
+    for each in dict.fromkeys(came):
+        signal.raise_signal(each)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Series:
             reasons = "; ".join(f"{place.name}: {why}" for place, why in refused.items())
             raise CheckpointError(
                 f"none of the checkpoints in {self.folder} can be used ({reasons}); "
-                "put a copy of one in its place, or begin anew in another folder"
+                "put back what was there, or begin anew in another folder"
             )
         return None
 

@@ -21,7 +21,8 @@ from esper.simic.training.collect import Collector, RoundRecord
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.groups import Groups
-from esper.simic.training.runs import RunFolder, read_config
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.features import SENSED, growth_layout
 from esper.tamiyo.policies import RandomPolicy

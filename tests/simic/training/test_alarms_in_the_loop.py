@@ -16,7 +16,8 @@ from esper.nissa import read_lines
 from esper.simic.agent import NotFiniteError
 from esper.simic.telemetry import AlarmLimits, AnomalyDetector
 from esper.simic.training.journal import round_facts
-from esper.simic.training.runs import SESSIONS, read_config
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import SESSIONS
 from esper.simic.training.trainer import Trainer
 
 

@@ -14,7 +14,7 @@ STORY = """
 import json, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_damage import config, results, resume
+from smallest import config, results, resume
 from esper.leyline import EsperError
 from esper.simic.training.trainer import Trainer
 

@@ -13,10 +13,10 @@ from esper.simic.training.comparison import run_comparisons
 from esper.simic.training.evaluation import UnseenHosts
 from esper.simic.training.finals import sign_final
 from esper.simic.training.jobs import Contender, EvaluationConfig, Job, job_runner, run_everything
-from esper.simic.training.kept import KeptResults, data_digest
+from esper.simic.training.kept import KeptResults
 from esper.simic.training.results import Fossil, Result
 from esper.tolaria import TaskRegistry, get_task
-from esper.tolaria.data import ImageData, ImagePart, TextData
+from esper.tolaria.data import ImageData, ImagePart, TextData, data_digest
 
 CONFIG = EvaluationConfig("digits_blind", 6, 7)
 RULES = [Contender(CONFIG, spec) for spec in ("wait", "random", "schedule")]

@@ -16,7 +16,7 @@ from esper.simic.training.collect import Collector, check_alike
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.groups import Groups
-from esper.simic.training.runs import read_config
+from esper.simic.training.run_config import read_config
 from esper.simic.training.seeds import purpose_of
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task

@@ -57,7 +57,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):
             require_whole(name, getattr(self, name), 1)
-        head_preset(self.preset)
+        heads = [head.name for head in head_preset(self.preset).heads]
+        for name, _ in self.alarms.entropy_by_head:
+            if name not in heads:
+                raise UnknownNameError("head", name, heads)
         for name in self.tasks:
             get_task(name)
         if len(set(self.tasks)) != len(self.tasks) or self.hosts % len(self.tasks):

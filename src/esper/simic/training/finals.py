@@ -8,7 +8,7 @@ from pathlib import Path
 from esper.leyline import BadValueError, EsperError
 from esper.nissa.log import Json, JsonLines, read_lines
 from esper.simic.training.jobs import learned_runs
-from esper.simic.training.runs import git_hash, read_config
+from esper.simic.training.run_config import git_hash, read_config
 
 FINAL = "final.jsonl"
 
@@ -41,7 +41,7 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, going_on: bool =
         warning
         for run in runs
         for ancestor in _ancestors(run)
-        for warning in _earlier(ancestor, f"{run} began with the controller of {ancestor}, which", same)
+        for warning in _earlier(ancestor, f"{run} began with the controller of {_shown(ancestor)}, which", same)
     ]
     with ExitStack() as opened:
         try:
@@ -60,6 +60,11 @@ def _ancestors(run: Path) -> Iterator[Path]:
         seen.add(start.resolve())
         yield start
         run = start
+
+
+def _shown(path: Path) -> Path:
+    """Below the working folder without it: a configuration knows whole paths, tables are for other machines too."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _start(run: Path) -> Path | None:

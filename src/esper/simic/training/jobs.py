@@ -1,12 +1,14 @@
 """The work of an evaluation in pieces that are independent: some hosts, and the policies that grow them."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -233,16 +235,13 @@ def job_runner(workers: int, advance: Advance | None = None, recall: Recall = ru
 
         yield lambda contenders: collect(contenders, recall(contenders, run_here), advance)
         return
-    pool = worker_pool(workers)
+    with worker_pool(workers) as pool:
 
-    def run_there(jobs: list[Job]) -> Iterator[Done]:
-        futures = [pool.submit(run_in_worker, job) for job in jobs]
-        return (future.result() for future in as_completed(futures))  # the first failure ends all
+        def run_there(jobs: list[Job]) -> Iterator[Done]:
+            futures = [pool.submit(run_in_worker, job) for job in jobs]
+            return (future.result() for future in as_completed(futures))  # the first failure ends all
 
-    try:
         yield lambda contenders: collect(contenders, recall(contenders, run_there), advance)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def collect(contenders: Sequence[Contender], done: Iterable[Done], advance: Advance | None = None) -> list[Result]:
@@ -256,16 +255,38 @@ def collect(contenders: Sequence[Contender], done: Iterable[Done], advance: Adva
     return [Result.joined([found[start] for start in sorted(found)]) for found in parts]
 
 
-def worker_pool(workers: int, begin: Callable[..., None] | None = None, *given: object) -> ProcessPoolExecutor:
-    """Processes of one thread each; `begin(*given)` is called first in each of them."""
+@contextmanager
+def worker_pool(
+    workers: int, begin: Callable[..., None] | None = None, *given: object
+) -> Iterator[ProcessPoolExecutor]:
+    """Processes of one thread each; `begin(*given)` is called first in each of them. They end with this process,
+    however that ends; where the block ends with an error, or by Ctrl-C, what they are at is not waited for."""
     first = partial(_begin_worker, begin, *given)
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=first)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=first)
+    try:
+        yield pool
+    except BaseException:
+        # A pool can only be waited for. Private, and there in every version so far; without it, it is waited for.
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker(begin: Callable[..., None] | None, *given: object) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     if begin is not None:
         begin(*given)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work forever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_job(job: Job, opened: Callable[[EvaluationConfig], UnseenHosts]) -> Done:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from esper.leyline import BadValueError
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.runs import checkpoints_of, read_config
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import checkpoints_of
 
 FREE = ("seed", "start", "device", "threads", "data_dir", "alarms")
 """Settings in which runs of one configuration may differ; all others are what was trained."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 from esper.leyline import BadValueError
@@ -15,8 +15,7 @@ from esper.simic.training.jobs import Contender, Done, Job, RunJobs, make_jobs
 from esper.simic.training.named import policy_files
 from esper.simic.training.results import Fossil, Result
 from esper.tolaria import get_task
-from esper.tolaria.data import ImageData, ImagePart, TextData
-from esper.tolaria.data.dataset import LOADED_SETS
+from esper.tolaria.data import data_digest
 
 
 class KeptResults:
@@ -93,18 +92,6 @@ def source_digest() -> str:
     """Of all code of this package: figures are only as good as what made them."""
     sources = sorted(Path(__file__).parents[2].rglob("*.py"))
     return _digest(b"".join(source.read_bytes() for source in sources))
-
-
-@lru_cache(maxsize=LOADED_SETS)
-def data_digest(data: ImageData | TextData) -> str:
-    """Of all samples: a set of the same name may be another copy. Loaded sets are compared by identity, so each is read
-    through once (0.3 s for CIFAR-10)."""
-    digest = hashlib.sha256()
-    for part in (data.train, data.validation, data.test):
-        for tensor in part if isinstance(part, ImagePart) else (part,):
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.flatten().numpy().data)
-    return digest.hexdigest()[:32]
 
 
 def _digest(content: bytes) -> str:

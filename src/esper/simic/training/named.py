@@ -6,7 +6,8 @@ from pathlib import Path
 
 from esper.leyline import BadValueError, UnknownNameError
 from esper.simic.training.learned import load_policy
-from esper.simic.training.runs import RunFolder, read_config
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import RunFolder
 from esper.tamiyo import ActionTable, Policy, growth_layout
 from esper.tamiyo.policies import (
     HeuristicTamiyo,

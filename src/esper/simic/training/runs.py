@@ -1,36 +1,31 @@
 """The folder of a run: its configuration, its log, its metrics, its checkpoints."""
 
-import json
-import subprocess
-import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import torch
-
 from esper.leyline import BadValueError, CheckpointError, StorageError
-from esper.leyline.files import folder_taken, is_leftover, remove_leftovers, replace_file, storing
+from esper.leyline.files import folder_taken, is_leftover, remove_leftovers, storing
 from esper.leyline.interrupts import interrupts_held
 from esper.leyline.machine import Machine
-from esper.leyline.records import Json, decode, encode
 from esper.leyline.series import KEEP, Series
-from esper.leyline.stored import checksum, refusal
+from esper.leyline.stored import read_stored
 from esper.nissa import JsonLines, read_lines
 from esper.nissa.log import digest_of
 from esper.simic.agent import PPOAgent, load_agent, save_agent
-from esper.simic.telemetry import AlarmLimits, Detail, DetectorState
+from esper.simic.agent.checkpoint import AGENT
+from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig
+from esper.simic.training.run_config import check_settings, read_header, write_config
+from esper.tolaria import get_task
+from esper.tolaria.data import data_digest
 
-CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
+EVENTS, METRICS, CHECKPOINTS = "events.jsonl", "metrics.jsonl", "checkpoints"
 SESSIONS = "sessions.jsonl"
 """Append-only, never cut: how often a run was stopped and resumed is no part of what it computes."""
-PATHS = ("data_dir", "start")
-"""Settings that are paths; JSON holds them as text."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,8 @@ class Progress:
     events: LogState
     metrics: LogState
     machine: Machine
+    data: tuple[str, ...]
+    """Digests of the data sets, task by task"""
 
 
 @dataclass(frozen=True)
@@ -119,13 +116,14 @@ class RunFolder:
                 raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
 
     @classmethod
-    def open(cls, path: Path, agent: PPOAgent) -> tuple[Self, Restored]:
+    def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:
         """A run to go on with, as it was after its last complete round that is whole on disk. Before the first one it
         begins with the given agent; later ones must be like it.
 
         The logs are cut to where they were then, their tails kept aside. What is not as it was is told of.
         """
-        header = read_header(path)
+        check_settings(path, config)
+        keep_checkpoints = read_header(path).keep_checkpoints
         remarks: list[str] = []
 
         def tell(remark: str) -> None:
@@ -136,7 +134,7 @@ class RunFolder:
             taken.enter_context(folder_taken(path))  # before anything is tidied up: it may be another's at work
             with storing(path):
                 remove_leftovers(path)
-            checkpoints = checkpoints_of(path, header.keep_checkpoints)
+            checkpoints = checkpoints_of(path, keep_checkpoints)
             found = checkpoints.read_newest(lambda number, place: _read_checkpoint(path, number, place, agent), tell)
             if found is None:
                 _check_beginning(path)
@@ -144,10 +142,11 @@ class RunFolder:
                 tell(f"{path} has no checkpoint yet: it begins again with its first round")
             else:
                 restored, progress = found
+                _check_data(path, config, progress)
                 offsets = (progress.events.size, progress.metrics.size)
                 if changed := progress.machine.differences():
                     tell(f"the run goes on, but not bit for bit: {changed}")
-            folder = cls(path, header.config, header.keep_checkpoints, taken, offsets)
+            folder = cls(path, config, keep_checkpoints, taken, offsets)
         return folder, restored._replace(remarks=tuple(remarks))
 
     @staticmethod
@@ -158,7 +157,8 @@ class RunFolder:
     def keep(self, agent: PPOAgent, rounds: int, watching: Watching) -> None:
         """A checkpoint after so many rounds; the logs up to here belong to it. Ctrl-C waits until it is written."""
         with interrupts_held():
-            progress = Progress(rounds, LogState.of(self.events), LogState.of(self.metrics), Machine.here())
+            logs = LogState.of(self.events), LogState.of(self.metrics)
+            progress = Progress(rounds, *logs, Machine.here(), _data_of(self.config))
             save_agent(agent, self.checkpoints.place(rounds), {"progress": progress, "watching": watching})
             self.checkpoints.prune()
 
@@ -182,7 +182,15 @@ def checkpoints_of(path: Path, keep: int = KEEP) -> Series:
 
 def _read_checkpoint(path: Path, number: int, place: Path, like: PPOAgent) -> tuple[Restored, Progress]:
     """What a checkpoint holds, if it is whole, of this run, and the logs go as far as it says."""
-    agent, extras = load_agent(place, EXTRAS, device=str(like.device))
+    try:
+        agent, extras = load_agent(place, EXTRAS, device=str(like.device))
+    except CheckpointError as error:
+        if _is_of_another_version(place):
+            raise CheckpointError(
+                "another version of Esper wrote it, which noted other things; the run can be evaluated, and another "
+                "can begin with it (--start), but it cannot go on"
+            ) from error
+        raise
     progress: Progress = extras["progress"]
     if agent.table != like.table or agent.layout != like.layout:
         raise CheckpointError(f"{place}: a policy with other heads or columns than this version of Esper builds")
@@ -191,6 +199,30 @@ def _read_checkpoint(path: Path, number: int, place: Path, like: PPOAgent) -> tu
     for name, state in ((EVENTS, progress.events), (METRICS, progress.metrics)):
         _check_log(path / name, state, place)
     return Restored(agent, number, extras["watching"]), progress
+
+
+def _is_of_another_version(place: Path) -> bool:
+    """Whether a checkpoint is whole and only tells other things of its run than one of now."""
+    try:
+        progress = read_stored(place, AGENT)[0].get("progress")
+    except CheckpointError:
+        return False
+    return isinstance(progress, dict) and set(progress) != {each.name for each in fields(Progress)}
+
+
+def _data_of(config: TrainConfig) -> tuple[str, ...]:
+    """What the run is trained on. Sets are loaded and read through once per process."""
+    return tuple(data_digest(get_task(name).load_data(config.data_dir)) for name in config.tasks)
+
+
+def _check_data(path: Path, config: TrainConfig, progress: Progress) -> None:
+    """A set of the same name may be another copy."""
+    for task, then, now in zip(config.tasks, progress.data, _data_of(config), strict=True):
+        if then != now:
+            raise CheckpointError(
+                f"{path} was trained on other data: those of {task!r} that are found now have digest {now}, it had "
+                f"{then}; say where its own lie (--data-dir, ESPER_DATA)"
+            )
 
 
 def _check_log(log: Path, state: LogState, place: Path) -> None:
@@ -216,76 +248,3 @@ def _check_beginning(path: Path) -> None:
                 f"{path / name} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
                 "put a copy of one in its place, or begin anew in another folder"
             )
-
-
-# -- the configuration ------------------------------------------------------------------------------------------------
-
-
-class Header(NamedTuple):
-    """What `config.json` tells."""
-
-    config: TrainConfig
-    keep_checkpoints: int
-
-
-def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
-    """Write the resolved configuration of a run, whole or not at all."""
-    content = {
-        "config": encode({**asdict(config), **{name: _text(getattr(config, name)) for name in PATHS}}),
-        "keep_checkpoints": keep_checkpoints,
-        "git": git_hash(),
-        "torch": torch.__version__,
-    }
-    content["checksum"] = _config_checksum(content)
-    replace_file(path / CONFIG, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _place(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
-
-
-def _config_checksum(content: Mapping[str, Json]) -> str:
-    """Over everything but where data sets lie, which may differ from machine to machine."""
-    config = {name: value for name, value in content["config"].items() if name != "data_dir"}
-    return checksum({**{name: value for name, value in content.items() if name != "checksum"}, "config": config})
-
-
-def read_config(path: Path) -> TrainConfig:
-    """The resolved configuration of a run."""
-    return read_header(path).config
-
-
-def read_header(path: Path) -> Header:
-    """The configuration, proven to be what was written. Older folders state no checksum, no start and no limits of
-    alarms, and keep all checkpoints."""
-    try:
-        content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        values = dict(content["config"])
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
-    with refusal(str(path / CONFIG)):
-        if "checksum" in content and content["checksum"] != (found := _config_checksum(content)):
-            raise CheckpointError(
-                f"{path / CONFIG} was changed: it states checksum {content['checksum']!r}, its content has {found}; "
-                "put back what was written, or begin anew in another folder"
-            )
-    values.setdefault("alarms", encode(AlarmLimits()))
-    data_dir, start = (_place(values.pop(name, None)) for name in PATHS)
-    config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, "config")
-    keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")
-    return Header(replace(config, data_dir=data_dir, start=start), keep)
-
-
-def git_hash() -> str | None:
-    """The commit that the code is at, where it lies in a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -8,7 +8,8 @@ from pathlib import Path
 from esper.leyline.machine import Machine
 from esper.leyline.records import encode
 from esper.nissa import Event, Hub, JsonLines, RunBegun, RunEnded, RunResumed, as_line, end_of_lines
-from esper.simic.training.runs import SESSIONS, git_hash
+from esper.simic.training.run_config import git_hash
+from esper.simic.training.runs import SESSIONS
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from esper.simic.training.journal import (
     write_metrics,
 )
 from esper.simic.training.learned import begin_with
+from esper.simic.training.run_config import check_settings
 from esper.simic.training.runs import RunFolder, Watching
 from esper.simic.training.session import session
 from esper.tolaria import get_task
@@ -59,7 +60,9 @@ class Trainer:
         self.watch.check()
         torch.set_num_threads(config.threads)
         self.config = config
-        if not resume:
+        if resume:
+            check_settings(folder, config)
+        else:
             RunFolder.check_free(folder)
         check_device(config.device)
         if profile is not None:
@@ -81,9 +84,11 @@ class Trainer:
         self.round, watching = 0, Watching()
         self._remarks: tuple[str, ...] | None = None
         if resume:
-            self.folder, (self.agent, self.round, watching, self._remarks) = RunFolder.open(folder, self.agent)
+            self.folder, (self.agent, self.round, watching, self._remarks) = RunFolder.open(folder, config, self.agent)
         else:
             self.folder = RunFolder.create(folder, config, keep_checkpoints)
+            if config.start is not None:  # that run may go on, and this one be killed in its first round
+                self.folder.keep(self.agent, 0, watching)
         self.detector = AnomalyDetector(config.alarms, watching.detector, self.agent.config)
         self.detail = watching.detail
         self.alarms: tuple[Alarm, ...] = ()
@@ -116,7 +121,6 @@ class Trainer:
                     while self.round < self.config.rounds:
                         words = summary(self.run_round())
                         advance(1, "" if self.watch.console else words)
-                        self._print_alarms()
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
             except StorageError as error:
@@ -144,13 +148,14 @@ class Trainer:
                 alarms, raised = self._watch(records, metrics, examination)
         timing, slots = timing_of(self.spans.drain(), self.hub.metrics()), self.runners[0].slots
         measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing)
-        with interrupts_held():  # a round counts once its checkpoint is there
+        with interrupts_held():  # a round counts once its checkpoint is there; then it is told of, too
             self.folder.keep(self.agent, self.round + 1, Watching(self.detector.state, self.detail))
             self.round += 1
-        self.alarms = alarms
-        self.hub.publish(measured)
-        for event in raised:
-            self.hub.publish(event)
+            self.alarms = alarms
+            self.hub.publish(measured)
+            for event in raised:
+                self.hub.publish(event)
+            self._print_alarms()
         return records
 
     def _watch(

@@ -1,8 +1,8 @@
 """The trials of a search shared between processes, each with a fleet of its own."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -66,14 +66,9 @@ class SharedTrials(Generic[Candidate]):
         return found
 
 
-@contextmanager
-def workers_at(place: Place, workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes of one thread each. What is begun when the block ends with an error is not waited for."""
-    pool = worker_pool(workers, _begin, place)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+def workers_at(place: Place, workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
+    """Processes of one thread each, for candidates of this place."""
+    return worker_pool(workers, _begin, place)
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:

@@ -1,0 +1,96 @@
+"""Controls that an evaluation was made without, on its hosts: the oracle, and from what the file says that a policy
+committed, `retrained:` and `static:` hosts of it.
+
+    python benchmarks/late_controls.py EVALUATION.json --controls oracle retrained static --out JOINED.json
+
+`wait` runs again too: it has to be equal to the last digit, or hosts and arithmetic are not those of the file.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from join_evaluations import join
+
+from esper.cli.evaluate import made_with
+from esper.leyline import BadValueError
+from esper.leyline.files import replace_file
+from esper.leyline.progress import progress_bar
+from esper.simic.training.comparison import Comparison
+from esper.simic.training.evaluation import host_seeds
+from esper.simic.training.jobs import CONTROLS, ORACLE, Contender, EvaluationConfig, is_learned, job_runner
+from esper.simic.training.kinds import by_kind
+from esper.simic.training.results import Fossil, Result
+from esper.tolaria import get_task
+
+Content = dict[str, Any]  # Any: what JSON holds
+SHARED = "wait"
+
+
+def results_of(policy: Content) -> list[Result]:
+    """What a policy came to, per training seed; fossils act by addition and in full, as all of the core heads do."""
+    return [
+        Result(
+            seed["objective"],
+            seed["accuracy"],
+            seed["control_accuracy"],
+            seed["added_params"],
+            [[Fossil.named(commit) for commit in commits] for commits in seed["commits"]],
+        )
+        for seed in policy["by_seed"]
+    ]
+
+
+def contenders_of(found: Content, controls: list[str], config: EvaluationConfig) -> dict[str, list[Contender]]:
+    """By name: the oracle, controls of the first learned policy, and the one that is there already."""
+    learned = next((name for name in found["policies"] if is_learned(name)), None)
+    if learned is None or SHARED not in found["policies"]:
+        raise BadValueError(f"a learned policy and {SHARED!r} have to be among {list(found['policies'])}")
+    wanted = {SHARED: [Contender(config, SHARED)]}
+    for kind in controls:
+        if kind == ORACLE:
+            wanted[ORACLE] = [Contender(config, ORACLE)]
+        else:
+            name = f"{kind}:{learned}"
+            wanted[name] = [Contender(config, name, base=base) for base in results_of(found["policies"][learned])]
+    return wanted
+
+
+def run_controls(found: Content, controls: list[str], config: EvaluationConfig, workers: int) -> Content:
+    """An evaluation of the controls alone."""
+    wanted = contenders_of(found, controls, config)
+    everyone = [one for group in wanted.values() for one in group]
+    with (
+        progress_bar("evaluating", len(everyone) * config.hosts) as advance,
+        job_runner(workers, advance) as run,
+    ):
+        done = iter(run(everyone))
+    results = {name: [next(done) for _ in group] for name, group in wanted.items()}
+    task, seeds = get_task(config.task), host_seeds(config.hosts, config.seed, final=config.final)
+    kinds = {name: by_kind(task, seeds, rows) for name, rows in results.items()} if len(task.defects) > 1 else {}
+    compared = Comparison(config.task, config.hosts, config.seed, config.final, results, [], {}, kinds)
+    command = f"python benchmarks/late_controls.py EVALUATION.json --controls {' '.join(controls)}"
+    return {**compared.to_json(), "provenance": made_with(command)}
+
+
+def main() -> None:
+    """Run the controls, join them with the file, write another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("evaluation", type=Path)
+    parser.add_argument("--controls", nargs="+", choices=[ORACLE, *CONTROLS], default=[ORACLE, *CONTROLS])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    found = json.loads(arguments.evaluation.read_text())
+    config = EvaluationConfig(
+        found["task"], found["hosts"], found["seed"], final=found["final"], data_dir=arguments.data_dir
+    )
+    joined = join(found, run_controls(found, arguments.controls, config, arguments.workers))
+    replace_file(arguments.out.resolve(), json.dumps(joined, indent=1, allow_nan=False) + "\n")
+    print(f"{len(joined['policies'])} policies, {len(joined['differences'])} differences: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

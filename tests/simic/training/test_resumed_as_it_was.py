@@ -1,0 +1,90 @@
+"""A run goes on with its own settings and its own data, or not at all."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from simic.training.tiny import quick_config
+
+from esper.leyline import BadValueError, CheckpointError, UnknownNameError
+from esper.simic.agent import load_agent, save_agent
+from esper.simic.telemetry import AlarmLimits
+from esper.simic.training import runs
+from esper.simic.training.run_config import read_config
+from esper.simic.training.runs import EXTRAS, RunFolder
+from esper.simic.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one of three rounds."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    trainer = Trainer(quick_config(3), folder)
+    with trainer.folder:
+        trainer.run_round()
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_other_settings_are_refused(run: Path) -> None:
+    """All that differ are named, and nothing is touched; where data lie is no such setting."""
+    own = read_config(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = replace(own, seed=99, rounds=5, reward=replace(own.reward, rho=7.0))
+    with pytest.raises(BadValueError, match=r"rounds 5, begun with 3; seed 99, begun with 0; reward .*rho=7.0"):
+        Trainer(other, run, resume=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    again = Trainer(replace(own, data_dir=run), run, resume=True)
+    with again.folder:
+        assert again.round == 1
+
+
+def test_other_data_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of the same name may be another copy."""
+    own = read_config(run)
+    monkeypatch.setattr(runs, "data_digest", lambda data: "0" * 32)
+    with pytest.raises(
+        CheckpointError, match=r"trained on other data: those of .* have digest 0{32}, it had .*--data-dir"
+    ):
+        Trainer(own, run, resume=True)
+    monkeypatch.undo()
+    again = Trainer(own, run, resume=True)  # nothing was lost by the attempt
+    with again.folder:
+        assert again.round == 1
+
+
+@dataclass(frozen=True)
+class OlderProgress:
+    """As it once was."""
+
+    rounds: int
+    events_offset: int
+
+
+def test_a_run_of_another_version(run: Path) -> None:
+    """Its checkpoint is whole, and tells other things of the run: what can still be done with it is said."""
+    place = RunFolder.last_checkpoint(run)
+    assert place is not None
+    agent, extras = load_agent(place, EXTRAS)
+    save_agent(agent, place, {**extras, "progress": OlderProgress(1, 100)})
+    with pytest.raises(CheckpointError, match=r"another version of Esper wrote it.*can be evaluated.*\(--start\)"):
+        Trainer(read_config(run), run, resume=True)
+    stored = place / "agent.json"
+    stored.write_bytes(stored.read_bytes()[:-40])
+    with pytest.raises(CheckpointError) as caught:
+        Trainer(read_config(run), run, resume=True)
+    assert "another version" not in str(caught.value), "a damaged one is not an older one"
+
+
+def test_limits_of_unknown_heads_are_refused() -> None:
+    """A limit that is never looked at would be missed when it is too late."""
+    with pytest.raises(UnknownNameError, match=r"'opp'.*op.*slot.*blueprint"):
+        quick_config(alarms=AlarmLimits(entropy_by_head=(("opp", 0.05),)))
+    with pytest.raises(BadValueError, match="'op' twice"):
+        AlarmLimits(entropy_by_head=(("op", 0.05), ("op", 0.06)))

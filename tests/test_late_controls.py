@@ -1,0 +1,48 @@
+"""Controls that are run later are those that would have been run at once."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from simic.training.tiny import tiny_task
+
+from esper.leyline import BadValueError
+from esper.simic.training.comparison import run_comparison
+from esper.simic.training.jobs import EvaluationConfig
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+GROWS, RUN = "random-commit", "runs/a0"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("late_controls")
+
+
+def test_controls_from_a_file(script: ModuleType, tmp_path: Path) -> None:
+    """To the last digit, with their costs; a policy that commits stands in for a learned one."""
+    task = tiny_task()
+    names = [GROWS, "wait", f"retrained:{GROWS}", f"static:{GROWS}", "oracle"]
+    whole = run_comparison(task.name, names, 3, 5, progress=False).to_json()["policies"]
+    assert isinstance(whole, dict)
+    config = EvaluationConfig(task.name, 3, 5)
+    found = {"policies": {RUN: whole[GROWS], "wait": whole["wait"]}}
+    found = json.loads(json.dumps(found))  # as a file has it
+    later = script.run_controls(found, ["oracle", "retrained", "static"], config, workers=1)["policies"]
+    assert any(whole[GROWS]["added_params"]), "nothing was grown, nothing is shown"
+    assert list(later) == ["wait", "oracle", f"retrained:{RUN}", f"static:{RUN}"]
+    for name, each in later.items():
+        before = whole[name.replace(RUN, GROWS)]
+        assert {**each, "share_of_oracle": None} == {**before, "share_of_oracle": None}, name
+
+
+def test_a_learned_policy_has_to_be_there(script: ModuleType) -> None:
+    """And something that is run again."""
+    config = EvaluationConfig(tiny_task().name, 3, 5)
+    for names in (["wait", "random"], [RUN, "random"]):
+        with pytest.raises(BadValueError, match="a learned policy and 'wait' have to be among"):
+            script.contenders_of({"policies": dict.fromkeys(names)}, ["oracle"], config)
