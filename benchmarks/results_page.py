@@ -43,6 +43,7 @@ was then changed on validation hosts, and looked at once, on other final hosts: 
 """,
     "evaluation_digits_varied": """
 Each run has had 1,152 episodes, as many as the search for the schedule; that for the heuristic had 624.
+`oracle` and `retrained` are no controllers: they know from the first minibatch what to grow.
 """,
 }
 """By file: what its figures do not say."""

@@ -1,9 +1,7 @@
 """Policies of two evaluations side by side: only where hosts and arithmetic were the same."""
 
-import importlib
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,15 +10,13 @@ import pytest
 
 from esper.leyline import BadValueError
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 RUNS = "+".join(f"runs/a{seed}" for seed in range(5))
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(benchmark: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("join_evaluations")
+    return benchmark("join_evaluations")
 
 
 def evaluated(**policies: list[list[float]]) -> dict[str, Any]:  # Any: what JSON holds
@@ -79,13 +75,13 @@ def test_something_has_to_be_in_both(script: ModuleType) -> None:
         script.join(earlier, evaluated(wait=[[0.0, 0.0]]), ["oracle"])
 
 
-def test_the_script(tmp_path: Path) -> None:
+def test_the_script(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """Two files become a third."""
     paths = {name: tmp_path / f"{name}.json" for name in ("earlier", "later", "joined")}
     paths["earlier"].write_text(json.dumps(evaluated(learned=LEARNED, wait=[[0.0, 0.0]])))
     paths["later"].write_text(json.dumps(evaluated(wait=[[0.0, 0.0]], random=[[1.0, 1.0]])))
-    command = [sys.executable, str(BENCHMARKS / "join_evaluations.py"), *map(str, (paths["earlier"], paths["later"]))]
-    done = subprocess.run([*command, "--out", str(paths["joined"])], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "3 policies, 2 differences" in done.stdout
+    told = run_here(
+        "join_evaluations", *(str(paths[name]) for name in ("earlier", "later")), "--out", str(paths["joined"])
+    )
+    assert "3 policies, 2 differences" in told
     assert len(json.loads(paths["joined"].read_text())["policies"]) == 3

@@ -1,8 +1,7 @@
 """Controls that are run later are those that would have been run at once."""
 
-import importlib
 import json
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -12,18 +11,16 @@ from esper.leyline import BadValueError
 from esper.simic.training.comparison import run_comparison
 from esper.simic.training.jobs import EvaluationConfig
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 GROWS, RUN = "random-commit", "runs/a0"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(benchmark: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("late_controls")
+    return benchmark("late_controls")
 
 
-def test_controls_from_a_file(script: ModuleType, tmp_path: Path) -> None:
+def test_controls_from_a_file(script: ModuleType) -> None:
     """To the last digit, with their costs; a policy that commits stands in for a learned one."""
     task = tiny_task()
     names = [GROWS, "wait", f"retrained:{GROWS}", f"static:{GROWS}", "oracle"]
