@@ -42,7 +42,7 @@ was then changed on validation hosts, and looked at once, on other final hosts: 
 `blind_z` are first stages of `blind` (docs/controllers.md): 32 rounds of 128 hosts at rent 4.
 """,
     "evaluation_digits_varied": """
-Each run has had 1,152 episodes, as many as the search for the schedule; that for the heuristic had 624.
+Each run has had 1,152 episodes, as many as the searches for the schedule and for the heuristic.
 `oracle` and `retrained` are no controllers: they know from the first minibatch what to grow.
 """,
 }
