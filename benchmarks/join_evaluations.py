@@ -17,7 +17,7 @@ from typing import Any
 from esper.leyline import BadValueError
 from esper.leyline.files import replace_file
 from esper.simic.training.jobs import ORACLE
-from esper.simic.training.verdicts import compare_rows
+from esper.simic.training.verdicts import MARGIN, compare_rows
 
 Content = dict[str, Any]  # Any: what JSON holds
 HOSTS = ("task", "hosts", "seed", "final")
@@ -42,11 +42,14 @@ def join(earlier: Content, later: Content, replaced: Collection[str] = ()) -> Co
                 f"{name!r} is not the same in both: other hosts, another machine, or another policy of that name, "
                 f"which then has to be in --replace"
             )
+    margins = {one["margin"] for found in (earlier, later) for one in found["differences"]} or {MARGIN}
+    if len(margins) > 1:
+        raise BadValueError(f"margins {sorted(margins)}: give both evaluations the same --margin")
     policies = {**before, **{name: each for name, each in now.items() if name not in shared}}
     return {
         **earlier,
         "policies": {name: _with_share(each, policies.get(ORACLE)) for name, each in policies.items()},
-        "differences": [asdict(one) for one in compare_rows(_objectives(policies))],
+        "differences": [asdict(one) for one in compare_rows(_objectives(policies), *margins)],
         "warnings": list(dict.fromkeys([*earlier["warnings"], *later["warnings"]])),
         "joined": [
             *earlier.get("joined", []),

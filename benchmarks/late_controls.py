@@ -47,6 +47,9 @@ def contenders_of(found: Content, controls: list[str], config: EvaluationConfig)
     learned = next((name for name in found["policies"] if is_learned(name)), None)
     if learned is None or SHARED not in found["policies"]:
         raise BadValueError(f"a learned policy and {SHARED!r} have to be among {list(found['policies'])}")
+    for flag in ("--preset", "--isolation"):
+        if flag in found["provenance"]["command"]:
+            raise BadValueError(f"an evaluation with {flag} has seeds of other kinds, which its file does not tell of")
     wanted = {SHARED: [Contender(config, SHARED)]}
     for kind in controls:
         if kind == ORACLE:

@@ -62,6 +62,17 @@ def test_other_hosts_are_refused(script: ModuleType, name: str) -> None:
         script.join(earlier, later | {name: "another"})
 
 
+def test_margins_are_kept(script: ModuleType) -> None:
+    """And have to be the same."""
+    earlier, later = evaluated(learned=LEARNED, wait=[[0.0, 0.0]]), evaluated(wait=[[0.0, 0.0]], random=[[1.0, 1.0]])
+    assert {one["margin"] for one in script.join(earlier, later)["differences"]} == {1.0}
+    earlier["differences"] = [{"margin": 5.0}]
+    assert {one["margin"] for one in script.join(earlier, later)["differences"]} == {5.0}
+    later["differences"] = [{"margin": 1.0}]
+    with pytest.raises(BadValueError, match=r"margins \[1.0, 5.0\]"):
+        script.join(earlier, later)
+
+
 def test_something_has_to_be_in_both(script: ModuleType) -> None:
     """And to have come to the same, to the last digit, unless it is said to be another."""
     earlier = evaluated(learned=LEARNED, wait=[[0.0, 0.0]], schedule=[[1.0, 2.0]])

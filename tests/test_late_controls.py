@@ -27,7 +27,7 @@ def test_controls_from_a_file(script: ModuleType) -> None:
     whole = run_comparison(task.name, names, 3, 5, progress=False).to_json()["policies"]
     assert isinstance(whole, dict)
     config = EvaluationConfig(task.name, 3, 5)
-    found = {"policies": {RUN: whole[GROWS], "wait": whole["wait"]}}
+    found = {"policies": {RUN: whole[GROWS], "wait": whole["wait"]}, "provenance": {"command": "esper evaluate"}}
     found = json.loads(json.dumps(found))  # as a file has it
     later = script.run_controls(found, ["oracle", "retrained", "static"], config, workers=1)["policies"]
     assert any(whole[GROWS]["added_params"]), "nothing was grown, nothing is shown"
@@ -43,3 +43,11 @@ def test_a_learned_policy_has_to_be_there(script: ModuleType) -> None:
     for names in (["wait", "random"], [RUN, "random"]):
         with pytest.raises(BadValueError, match="a learned policy and 'wait' have to be among"):
             script.contenders_of({"policies": dict.fromkeys(names)}, ["oracle"], config)
+
+
+def test_other_kinds_of_seeds_are_refused(script: ModuleType) -> None:
+    """A file does not say how a fossil acts; those of the core heads all act alike."""
+    config = EvaluationConfig(tiny_task().name, 3, 5)
+    found = {"policies": {RUN: {}, "wait": {}}, "provenance": {"command": "esper evaluate --preset full"}}
+    with pytest.raises(BadValueError, match="--preset has seeds of other kinds"):
+        script.contenders_of(found, ["retrained"], config)

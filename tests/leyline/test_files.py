@@ -181,19 +181,19 @@ def test_what_a_living_writer_works_on_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_work_folder_that_somebody_removes_is_not_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it has no lock yet, another may have taken it for a leftover: it is still there, and soon is not."""
-    lock_folder, locks = files._lock_folder, list[int | None]()
+    take_lock, locks = files.take_lock, list[int | None]()
 
     def after_a_remover(folder: Path) -> int | None:
         if not locks:  # the first one: a remover was quicker
-            locks.append(lock_folder(folder))
-        return lock_folder(folder)
+            locks.append(take_lock(folder))
+        return take_lock(folder)
 
-    monkeypatch.setattr(files, "_lock_folder", after_a_remover)
+    monkeypatch.setattr(files, "take_lock", after_a_remover)
     replace(tmp_path / "thing", fill("new"), NAMES)
     assert read(tmp_path / "thing") == ["new"] * 2
     left = [path for path in tmp_path.iterdir() if path.name != "thing"]
     assert [list(path.iterdir()) for path in left] == [[]], "it belongs to the remover, and is empty"
-    files._let_go(locks[0])
+    files.let_go(locks[0])
 
 
 def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pyte
     remove, locked = shutil.rmtree, list[bool]()
 
     def look(folder: Path, *, ignore_errors: bool) -> None:
-        locked.append(files._lock_folder(folder) is None)
+        locked.append(files.take_lock(folder) is None)
         remove(folder, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", look)

@@ -1,5 +1,6 @@
 """`esper demo`."""
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ class DemoCommand:
             trainer = Trainer(config, folder)
             trainer.run()
             if trainer.round < self.rounds:  # stopped by hand: `run` has said how to go on
-                return
+                raise SystemExit(128 + signal.SIGINT)
             console.print(f"Comparing it with rules on {self.unseen} hosts that none of them has seen …")
             with job_runner(1) as run:
                 results = {"learned": run([Contender(unseen, str(folder))])}

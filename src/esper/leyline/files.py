@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from esper.leyline.errors import BadValueError, StorageError
 
@@ -99,7 +98,7 @@ def _work_folder(target: Path) -> Iterator[Path]:
     try:
         yield work
     finally:
-        _let_go(lock)
+        let_go(lock)
         if target.exists() or not _holds_both(work):
             shutil.rmtree(work, ignore_errors=True)
 
@@ -109,10 +108,10 @@ def _new_work_folder(target: Path) -> tuple[Path, int | None]:
     for _ in range(ATTEMPTS):
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         with suppress(FileNotFoundError):
-            lock = _lock_folder(work)
-            if work.exists() and (lock is not None or os.name != "posix"):
+            lock = take_lock(work)
+            if work.exists() and not is_taken(lock):
                 return work, lock
-            _let_go(lock)  # whoever has the lock, or had it, removes the folder
+            let_go(lock)  # whoever has the lock, or had it, removes the folder
     raise StorageError(f"{target} cannot be written: another process removes what is begun there; end that first")
 
 
@@ -128,8 +127,8 @@ def remove_leftovers(parent: Path, name: str | None = None) -> None:
 
 
 def _remove_leftover(work: Path) -> None:
-    lock = _lock_folder(work)
-    if lock is None and os.name == "posix":
+    lock = take_lock(work)
+    if is_taken(lock):
         return  # its writer lives
     match = WORK.fullmatch(work.name)
     target = work.with_name(match[1] if match else "")
@@ -137,7 +136,7 @@ def _remove_leftover(work: Path) -> None:
         (work / NEW).rename(target)
         sync_to_disk(work.parent)
     shutil.rmtree(work, ignore_errors=True)
-    _let_go(lock)  # after that: a writer that finds its new folder unlocked takes it for its own
+    let_go(lock)  # after that: a writer that finds its new folder unlocked takes it for its own
 
 
 def is_leftover(path: Path, name: str | None = None) -> bool:
@@ -166,8 +165,8 @@ def folder_taken(folder: Path) -> Iterator[None]:
     """Inside, nobody else takes this folder. The lock is the system's: it ends with the process, however that ends, and
     processes that it has forked do not hold it."""
     with storing(folder):
-        lock = _lock_folder(folder)
-    if lock is None and os.name == "posix":
+        lock = take_lock(folder)
+    if is_taken(lock):
         raise BadValueError(
             f"{folder} is being written by another process, or by another object of this one: one at a time, end that "
             "first"
@@ -175,7 +174,7 @@ def folder_taken(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _let_go(lock)
+        let_go(lock)
 
 
 # -- the system -------------------------------------------------------------------------------------------------------
@@ -192,36 +191,33 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def take_alone(file: IO[str] | int) -> bool:
-    """Lock an open file for this process; False where another one has it. Where files have no locks, always True."""
-    if os.name != "posix":
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
-
-
-def _lock_folder(folder: Path) -> int | None:
-    """A handle that locks a folder; None where another process has it, or folders cannot be opened."""
+def take_lock(path: Path) -> int | None:
+    """A handle that locks a file or a folder, for `let_go`; None where somebody else has it. Where the system has no
+    such locks it is always None: see `is_taken`."""
     if os.name != "posix":
         return None
-    handle = os.open(folder, os.O_RDONLY)
-    if take_alone(handle):
-        _locks.add(handle)
-        return handle
-    os.close(handle)
-    return None
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        pass  # a file system without locks
+    _locks.add(handle)
+    return handle
+
+
+def is_taken(lock: int | None) -> bool:
+    """Whether what `take_lock` gave means that somebody else has it."""
+    return lock is None and os.name == "posix"
 
 
 _locks: set[int] = set()
-"""Handles of the folders that this process has locked."""
+"""Handles of what this process has locked."""
 
 
-def _let_go(lock: int | None) -> None:
+def let_go(lock: int | None) -> None:
     """Of a lock, unless this process was forked from the one that took it."""
     if lock in _locks:
         _locks.remove(lock)
@@ -231,7 +227,7 @@ def _let_go(lock: int | None) -> None:
 def _let_go_of_all() -> None:
     """In a forked process: a lock lasts as long as any process has its handle open, and this one may live longer."""
     for lock in list(_locks):
-        _let_go(lock)
+        let_go(lock)
 
 
 if hasattr(os, "register_at_fork"):

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from esper.leyline import BadValueError
-from esper.leyline.files import storing, sync_to_disk, take_alone
+from esper.leyline.files import is_taken, let_go, storing, sync_to_disk, take_lock
 
 Json = Any  # what will become JSON, or was
 
@@ -24,8 +24,9 @@ class JsonLines:
         self.path = path
         with storing(path):
             self._file: IO[str] = path.open("a", encoding="utf-8")
+            self._lock = take_lock(path)  # on a handle of its own: a forked process has this file open, and no lock
             try:
-                if not take_alone(self._file):
+                if is_taken(self._lock):
                     raise BadValueError(f"{path} is being written by another process: one at a time, end that first")
                 if offset is not None:
                     _truncate(path, offset)
@@ -33,6 +34,7 @@ class JsonLines:
                 self._digest = digest_of(path, self._file.tell())
                 sync_to_disk(path.parent)
             except BaseException:
+                let_go(self._lock)
                 self._file.close()
                 raise
 
@@ -63,6 +65,7 @@ class JsonLines:
         try:
             self.flush()
         finally:
+            let_go(self._lock)
             with suppress(OSError):  # it was told above
                 self._file.close()
 

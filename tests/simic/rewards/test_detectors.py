@@ -75,8 +75,7 @@ def test_findings() -> None:
     assert suspects.hacking.shape == suspects.ransomware.shape == (2, 3, 3)
     assert not (suspects.hacking & suspects.ransomware).any()
     contribution = slots.contribution.value.expand(2, -1, -1)
-    age = torch.tensor([3.0, 4.0])[:, None, None].expand(2, 3, 3)
-    assert findings(suspects, age, contribution, gains, ("a", "b", "c")) == (
+    assert findings(suspects, torch.ones(2, 3, 3), contribution, gains, ("a", "b", "c")) == (
         Finding(0, 0, "a", "hacking", "warning", 6.0, 1.0),
         Finding(0, 2, "b", "ransomware", "critical", 2.0, -0.5),
         Finding(0, 2, "c", "ransomware", "critical", 3.0, -0.5),
@@ -96,11 +95,11 @@ def test_nobody_is_suspicious() -> None:
 def test_the_next_seed_of_a_slot_is_another_suspect() -> None:
     """It is told of too, with its own contribution; one that is suspicious off and on is told of once."""
     flags = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1]).bool()[:, None, None]
-    age = torch.tensor([1, 2, 3, 0, 1, 2, 3, 4, 5])[:, None, None]
+    germinations = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2, 2])[:, None, None]
     contribution = torch.arange(9.0)[:, None, None]
     suspects = Suspects(flags, torch.zeros_like(flags))
-    found = findings(suspects, age, contribution, torch.ones(9, 1), ("a",))
+    found = findings(suspects, germinations, contribution, torch.ones(9, 1), ("a",))
     assert [(one.step, one.contribution) for one in found] == [(1, 1.0), (5, 5.0)]
-    at_once = torch.tensor([1, 2, 1, 2, 3, 4, 5, 6, 7])[:, None, None]  # cut, and germinated again in the next step
+    at_once = torch.tensor([1, 1, 2, 2, 2, 2, 2, 2, 2])[:, None, None]  # cut, and germinated again in the next step
     found = findings(suspects, at_once, contribution, torch.ones(9, 1), ("a",))
     assert [one.step for one in found] == [1, 2]

@@ -72,3 +72,15 @@ def test_a_run_of_two_policies_is_signed_once() -> None:
     entry = json.loads(line)
     assert (entry["task"], entry["hosts"], entry["seed"]) == ("t,u", 4, 9)
     assert entry["policies"] == ["a+b", "./a", "wait"]
+
+
+def test_a_look_is_inherited_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a run and what it started from were moved together, and the working folder is another."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    sign_final([configure("a")], ENTRY)
+    configure("b", "a")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    (warning,) = sign_final([Path("there/b")], ENTRY)
+    assert warning.startswith("there/b began with the controller of there/a, which has been in a final evaluation once")

@@ -58,14 +58,15 @@ def detect(slots: SlotView, gain: Tensor, limits: DetectorLimits) -> Suspects:
 
 
 def findings(
-    suspects: Suspects, age: Tensor, contribution: Tensor, gain: Tensor, slot_ids: Sequence[str]
+    suspects: Suspects, germinations: Tensor, contribution: Tensor, gain: Tensor, slot_ids: Sequence[str]
 ) -> tuple[Finding, ...]:
-    """The suspects of an episode with ages and contributions (T, N, S) and gains (T, N), by step, env and slot: one per
-    seed and suspicion, at the first such step. Host sync: a few, none of them per env or step."""
+    """The suspects of an episode by step, env and slot: one per seed and suspicion, at the first such step.
+    `germinations` (T, N, S): how many seeds a slot has had, `contribution` (T, N, S), `gain` (T, N).
+    Host sync: a few, none of them per env or step."""
     found = []
     names: tuple[Suspicion, ...] = ("hacking", "ransomware")
     for name, flags in zip(names, suspects, strict=True):
-        first = flags & (_counted_by_seed(flags, age) == 1)
+        first = flags & (_counted_by_seed(flags, germinations) == 1)
         places = first.nonzero()
         values, gains = contribution[first].tolist(), gain[places[:, 0], places[:, 1]].tolist()
         for (step, env, slot), value, gained in zip(places.tolist(), values, gains, strict=True):
@@ -73,11 +74,12 @@ def findings(
     return tuple(sorted(found, key=lambda finding: (finding.step, finding.env, finding.slot)))
 
 
-def _counted_by_seed(flags: Tensor, age: Tensor) -> Tensor:
-    """(T, N, S): flags so far of the seed that is in the slot; it is another one where it has not grown older."""
+def _counted_by_seed(flags: Tensor, germinations: Tensor) -> Tensor:
+    """(T, N, S): flags so far of the seed that is in the slot. Ages would not tell seeds apart: a host that is put back
+    after a panic has the same age twice."""
     so_far = flags.cumsum(0)
-    born = torch.ones_like(flags)
-    born[1:] = age[1:] <= age[:-1]
-    # What was counted before the last birth: counts never fall, so the largest is the last.
-    before = torch.where(born, so_far - flags.long(), 0).cummax(0).values
+    another = torch.ones_like(flags)
+    another[1:] = germinations[1:] != germinations[:-1]
+    # What was counted before the last change: counts never fall, so the largest is the last.
+    before = torch.where(another, so_far - flags.long(), 0).cummax(0).values
     return so_far - before

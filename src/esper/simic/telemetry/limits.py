@@ -92,11 +92,8 @@ class AlarmLimits:
             raise BadValueError(f"band {self.band} and drift {self.drift} are factors; they must exceed 1")
         if self.drift_momentum >= 1:
             raise BadValueError(f"drift_momentum {self.drift_momentum} is not below 1")
-        heads = [head for head, _ in self.entropy_by_head]
         for head, entropy in self.entropy_by_head:
             require_positive(f"entropy of head {head!r}", entropy)
-            if heads.count(head) > 1:
-                raise BadValueError(f"entropy_by_head has head {head!r} twice")
 
     def entropy_of(self, head: str) -> float:
         """The limit of a head."""

@@ -226,8 +226,8 @@ def watch(
     gain = torch.stack([result.gain for result in results])
     measured = torch.stack([is_measured(result.slots.contribution, result.slots.alpha) for result in results])
     counts = torch.stack([flags.sum() for flags in (measured, *suspects)])
-    age = torch.stack([result.slots.age for result in results])
-    return counts, findings(suspects, age, contribution, gain, slot_ids)
+    germinations = torch.stack([result.slots.tried for result in results])
+    return counts, findings(suspects, germinations, contribution, gain, slot_ids)
 
 
 def check_alike(runners: Sequence[EpisodeRunner]) -> None:

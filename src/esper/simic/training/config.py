@@ -57,10 +57,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):
             require_whole(name, getattr(self, name), 1)
-        heads = [head.name for head in head_preset(self.preset).heads]
-        for name, _ in self.alarms.entropy_by_head:
-            if name not in heads:
-                raise UnknownNameError("head", name, heads)
+        head_preset(self.preset)
         for name in self.tasks:
             get_task(name)
         if len(set(self.tasks)) != len(self.tasks) or self.hosts % len(self.tasks):
@@ -68,6 +65,17 @@ class TrainConfig:
         if self.isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
         check_gamma(self.reward.gamma, self.ppo.gamma)
+
+    def check_alarms(self) -> None:
+        """Raise for limits that nothing would ever be judged by. Runs that are there already are not asked: their
+        policies are the same."""
+        heads, named = [head.name for head in head_preset(self.preset).heads], set[str]()
+        for name, _ in self.alarms.entropy_by_head:
+            if name not in heads:
+                raise UnknownNameError("head", name, heads)
+            if name in named:
+                raise BadValueError(f"alarms.entropy_by_head has head {name!r} twice")
+            named.add(name)
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The configuration of a run on disk: written once, proven whenever it is read."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,8 +32,11 @@ class Header(NamedTuple):
 
 def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
     """Write the resolved configuration of a run, whole or not at all."""
+    # What a run started from is found from its own folder: both may be moved together.
+    start = None if config.start is None else os.path.relpath(config.start.resolve(), path.resolve())
+    data_dir = None if config.data_dir is None else str(config.data_dir.resolve())
     content = {
-        "config": encode({**asdict(config), **{name: _text(_absolute(getattr(config, name))) for name in PATHS}}),
+        "config": encode({**asdict(config), "start": start, "data_dir": data_dir}),
         "keep_checkpoints": keep_checkpoints,
         "git": git_hash(),
         "torch": torch.__version__,
@@ -41,12 +45,12 @@ def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None
     replace_file(path / CONFIG, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _text(path: object) -> str | None:
-    return None if path is None else str(path)
-
-
-def _place(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+def _start_of(path: Path, text: str | None) -> Path | None:
+    """Older folders hold it as it was given, from a working folder that nobody knows."""
+    if text is None:
+        return None
+    start = Path(os.path.normpath(path.resolve() / text))
+    return Path(text) if Path(text).is_dir() and not start.is_dir() else start
 
 
 def _config_checksum(content: Mapping[str, Json]) -> str:
@@ -93,10 +97,11 @@ def read_header(path: Path) -> Header:
                 "put back what was written, or begin anew in another folder"
             )
     values.setdefault("alarms", encode(AlarmLimits()))
-    data_dir, start = (_place(values.pop(name, None)) for name in PATHS)
+    data_dir, start = (values.pop(name, None) for name in PATHS)
     config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, "config")
     keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")
-    return Header(replace(config, data_dir=data_dir, start=start), keep)
+    place = None if data_dir is None else Path(data_dir)
+    return Header(replace(config, data_dir=place, start=_start_of(path, start)), keep)
 
 
 def git_hash() -> str | None:
