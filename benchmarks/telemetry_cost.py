@@ -1,8 +1,9 @@
 """What telemetry costs: rounds with it and without, in pairs, from the same state.
 
-Two runs of one configuration go through the same rounds, one watched as every run is, one of which nothing is measured
-or written that learning does not need. A pair is one round of each, in alternating order; both must end alike to the
-last bit. Few hosts and short episodes overstate the share: what is watched grows less with them than what is trained.
+Two runs of one configuration go through the same rounds. A pair is a round of each: one is watched as every run is, of
+the other nothing is measured or written that learning does not need. The order alternates, and every two pairs they
+change roles, for where its tensors happen to lie makes a run faster or slower; both must end alike to the last bit.
+Few hosts and short episodes overstate the share: what is watched grows less with them than what is trained.
 
     python benchmarks/telemetry_cost.py                          # 30 pairs of short rounds: minutes on one core
     python benchmarks/telemetry_cost.py --hosts 32 --steps 20    # the default round
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +45,7 @@ def needed(lesson: Lesson, record: UpdateRecord, agent: PPOAgent) -> PPOUpdateMe
     rows = [torch.stack([row["norm"], row["halted"].to(row["norm"])]) for row in record.minibatches]
     gap, *numbers = torch.cat([lesson.reference.gap.view(1), *rows]).tolist()
     norms, halted = numbers[::2], numbers[1::2]
-    figures: dict[str, Any] = {field.name: 0 for field in fields(PPOUpdateMetrics)}  # Any: of the field's type
+    figures: dict[str, Any] = {each.name: 0 for each in fields(PPOUpdateMetrics)}  # Any: of the field's type
     figures |= {"heads": {}, "behaviour_gap": gap}
     figures["minibatches_not_finite"] = sum(not math.isfinite(norm) for norm in norms)
     figures["minibatches_taken"] = sum(
@@ -119,26 +120,33 @@ class Stopwatch:
             yield
 
 
-class Run:
-    """One of the two runs, and what its rounds took."""
+@dataclass(frozen=True)
+class Times:
+    """What the rounds in one of the two roles took, seconds."""
 
-    def __init__(self, config: TrainConfig, folder: Path, *, watched: bool) -> None:
-        self.trainer, self.watched = Trainer(config, folder), watched
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
-        self.telemetry: list[float] = []
+    watched: bool
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    telemetry: list[float] = field(default_factory=list)
+
+
+class Run:
+    """One of the two runs."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        self.trainer = Trainer(config, folder)
         self.rewards: list[torch.Tensor] = []
         self._stopwatch = Stopwatch()
 
-    def round(self) -> None:
-        """One round, timed."""
+    def round(self, times: Times) -> None:
+        """One round in this role, timed."""
         self._stopwatch.seconds = 0.0
-        with self._stopwatch.timing(self.trainer) if self.watched else unwatched(self.trainer):
+        with self._stopwatch.timing(self.trainer) if times.watched else unwatched(self.trainer):
             cpu, wall = time.process_time(), self._now()
             records = self.trainer.run_round()
-            self.wall.append(self._now() - wall)
-            self.cpu.append(time.process_time() - cpu)
-        self.telemetry.append(self._stopwatch.seconds)
+            times.wall.append(self._now() - wall)
+            times.cpu.append(time.process_time() - cpu)
+        times.telemetry.append(self._stopwatch.seconds)
         self.rewards.append(torch.cat([record.rewards for record in records], 1))
 
     def _now(self) -> float:
@@ -180,16 +188,18 @@ def main() -> None:
         task=short, hosts=arguments.hosts, rounds=total, device=arguments.device, data_dir=arguments.data_dir
     )
     with tempfile.TemporaryDirectory() as folder:
-        watched, bare = (Run(config, Path(folder) / name, watched=name == "watched") for name in ("watched", "bare"))
-        with watched.trainer.folder, bare.trainer.folder:
+        watched, bare = Times(watched=True), Times(watched=False)
+        one, other = (Run(config, Path(folder) / name) for name in ("one", "other"))
+        with one.trainer.folder, other.trainer.folder:
             for pair in range(total):
-                for run in (watched, bare) if pair % 2 else (bare, watched):
-                    run.round()
+                roles = [(one, watched), (other, bare)] if pair // 2 % 2 else [(one, bare), (other, watched)]
+                for run, times in roles if pair % 2 else reversed(roles):
+                    run.round(times)
                 print(f"pair {pair}: {watched.wall[-1]:.2f} s and {bare.wall[-1]:.2f} s without", flush=True)
-    report(arguments, watched, bare)
+    report(arguments, watched, bare, alike=one.equals(other))
 
 
-def report(arguments: argparse.Namespace, watched: Run, bare: Run) -> None:
+def report(arguments: argparse.Namespace, watched: Times, bare: Times, *, alike: bool) -> None:
     """Ratios of wall and CPU time, the share that was timed directly, and whether anything depends on it."""
     warm = slice(arguments.warm, None)
     figures = {
@@ -206,7 +216,6 @@ def report(arguments: argparse.Namespace, watched: Run, bare: Run) -> None:
         ["figure", "median", "lower 95 % end", "upper 95 % end"],
         [[name, *("-" if end is None else f"{end:.4f}" for end in ends)] for name, ends in found.items()],
     )
-    alike = watched.equals(bare)
     print(f"\nresults are {'bit-identical' if alike else 'NOT THE SAME'}")
     result: dict[str, Json] = {
         "task": arguments.task,
