@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import forked_process
 
 from esper.leyline import BadValueError, StorageError, files
 from esper.leyline.files import (
@@ -214,24 +216,14 @@ def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_does_not_hold_a_folder(tmp_path: Path) -> None:
     """It may outlive the one that took it; and it lets go of nothing that is still that one's."""
-    (begun, begin), (ended, end) = os.pipe(), os.pipe()
-    with folder_taken(tmp_path):
-        child = os.fork()
-        if not child:
-            os.close(end)
-            os.write(begin, b"!")
-            os.read(ended, 1)
-            os._exit(0)
-        os.read(begun, 1)
-        told = pytest.raises(BadValueError, match="by another process, or by another object of this one")
-        with told, folder_taken(tmp_path):
+    with ExitStack() as child:
+        with folder_taken(tmp_path):
+            child.enter_context(forked_process())
+            told = pytest.raises(BadValueError, match="by another process, or by another object of this one")
+            with told, folder_taken(tmp_path):
+                pass
+        with folder_taken(tmp_path):  # the child lives
             pass
-    with folder_taken(tmp_path):  # the child lives
-        pass
-    os.close(end)
-    assert os.waitpid(child, 0)[1] == 0
-    for handle in (begun, begin, ended):
-        os.close(handle)
 
 
 @pytest.mark.parametrize("name", [".thing.abc", "thing.abcd_123", ".thing.ABCD_123", ".thing"])

@@ -1,9 +1,11 @@
 """The log of a run: in order, whole lines, and cut back to where a checkpoint was."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from forks import forked_process
 
 from esper.leyline import BadValueError, StorageError
 from esper.nissa import JsonLines, read_lines
@@ -90,23 +92,13 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_does_not_hold_a_log(tmp_path: Path) -> None:
     """It has the file open as long as it lives, which may be longer than the one that writes."""
-    (begun, begin), (ended, end) = os.pipe(), os.pipe()
-    with JsonLines(tmp_path / "log.jsonl") as log:
-        log.write(number=1)
-        log.flush()
-        child = os.fork()
-        if not child:
-            os.close(end)
-            os.write(begin, b"!")
-            os.read(ended, 1)
-            os._exit(0)
-        os.read(begun, 1)
-    with JsonLines(tmp_path / "log.jsonl") as log:  # the child lives
-        log.write(number=2)
-    os.close(end)
-    assert os.waitpid(child, 0)[1] == 0
-    for handle in (begun, begin, ended):
-        os.close(handle)
+    with ExitStack() as child:
+        with JsonLines(tmp_path / "log.jsonl") as log:
+            log.write(number=1)
+            log.flush()
+            child.enter_context(forked_process())
+        with JsonLines(tmp_path / "log.jsonl") as log:  # the child lives
+            log.write(number=2)
     assert [line["number"] for line in read_lines(tmp_path / "log.jsonl")] == [1, 2]
 
 
