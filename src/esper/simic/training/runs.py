@@ -19,7 +19,7 @@ from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.agent.checkpoint import AGENT
 from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_config import check_settings, read_header, write_config
+from esper.simic.training.run_config import read_header, write_config
 from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 
@@ -118,11 +118,10 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:
         """A run to go on with, as it was after its last complete round that is whole on disk. Before the first one it
-        begins with the given agent; later ones must be like it.
+        begins with the given agent; later ones must be like it. `config`: see `check_settings`.
 
         The logs are cut to where they were then, their tails kept aside. What is not as it was is told of.
         """
-        check_settings(path, config)
         keep_checkpoints = read_header(path).keep_checkpoints
         remarks: list[str] = []
 
