@@ -20,10 +20,10 @@ from harness import RESULTS, Json, print_table, spread, write_result
 
 from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.records import encode
+from esper.simic.evaluation.policies import make_policies
+from esper.simic.evaluation.unseen import EvaluationHosts
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.evaluation import UnseenHosts
-from esper.simic.training.named import make_policies
-from esper.simic.training.run_config import read_config
+from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import growth_table
 from esper.tolaria import TaskRegistry, get_task
@@ -118,7 +118,7 @@ def _evaluate(job: Job, run_folder: Path) -> Figures:
     config, task = job.config, get_task(job.config.task)
     preset = head_preset(config.preset)
     (policy,) = make_policies(str(run_folder), task, growth_table(preset, task.slot_config), config.device)
-    unseen = UnseenHosts(
+    unseen = EvaluationHosts(
         task, job.hosts, EVALUATION_SEED, preset,
         isolation=config.isolation, device=config.device, data_dir=config.data_dir,
     )  # fmt: skip

@@ -29,11 +29,11 @@ from scipy.stats import rankdata
 
 from esper.kasmina.compare import RowScore, paired_accuracy, paired_loss
 from esper.leyline import EsperError, SeedStage, derive_seed
-from esper.simic.training.seeds import host_seed
+from esper.simic.training.hosts import host_seed
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.batches import Samples
-from esper.tolaria.planning import deployed_rows
-from esper.tolaria.scoring import score_rows
+from esper.tolaria.passes import score_rows
+from esper.tolaria.rows import deployed_rows
 
 AFTERWARDS = 5
 """Steps that twins train on."""

@@ -18,9 +18,8 @@ from harness import RESULTS, Json, print_table, write_result
 from numpy.typing import NDArray
 
 from esper.leyline import BadValueError
-from esper.nissa import read_lines
-from esper.simic.training.run_config import read_config
-from esper.simic.training.runs import EVENTS
+from esper.simic.training.run_folder import EVENTS, read_config
+from esper.storage.logs import read_lines
 
 Array = NDArray[np.float64]
 EARLY = 3

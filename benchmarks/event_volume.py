@@ -25,14 +25,14 @@ from torch import Tensor
 
 from esper.karn.queries import ask
 from esper.leyline import SlotConfig
-from esper.nissa import JsonLines
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry import Alarm
 from esper.simic.training.collect import RoundRecord
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.journal import write_alarms, write_events, write_metrics
-from esper.simic.training.runs import EVENTS, METRICS, RunFolder
+from esper.simic.training.recorder import write_alarms, write_events, write_metrics
+from esper.simic.training.run_folder import EVENTS, METRICS, RunFolder
 from esper.simic.training.trainer import Trainer
+from esper.storage.logs import JsonLines
 from esper.tolaria import TaskRegistry, get_task
 
 DAY_S = 24 * 3600

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from esper.kasmina import SeedState
 from esper.leyline import SeedStage, head_preset
-from esper.simic.training.costs import CostMeter, Structure
-from esper.simic.training.evaluation import UnseenHosts, run_policy
-from esper.simic.training.finals import sign_policies
-from esper.simic.training.jobs import EvaluationConfig, check_specs, learned_runs, worker_pool
-from esper.simic.training.joined import unfinished
-from esper.simic.training.named import make_policies
+from esper.simic.evaluation.costs import CostMeter, Structure
+from esper.simic.evaluation.final_log import sign_policies
+from esper.simic.evaluation.policies import make_policies, unfinished
+from esper.simic.evaluation.statistics import Difference, compare
+from esper.simic.evaluation.unseen import EvaluationHosts, run_policy
+from esper.simic.evaluation.workers import EvaluationConfig, check_specs, learned_runs, worker_pool
 from esper.simic.training.observe import accuracy_of
-from esper.simic.training.statistics import Difference, compare
 from esper.tamiyo import growth_table
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria.engine import rate_factor
@@ -85,7 +84,7 @@ def run(job: Job) -> Lasting:
     torch.set_num_threads(1)
     task, preset = shortened(job.task, job.steps), head_preset("core")
     policy = make_policies(job.spec, task, growth_table(preset, task.slot_config), job.device)[job.index]
-    unseen = UnseenHosts(
+    unseen = EvaluationHosts(
         task, job.hosts, job.rng_seed, preset, final=job.final, device=job.device, data_dir=job.data_dir
     )
     runner, meter = unseen.open()
@@ -124,7 +123,7 @@ def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Ten
     return accuracy_of(fleet.validate_committed(final=final)), work
 
 
-def wait_for(unseen: UnseenHosts, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
+def wait_for(unseen: EvaluationHosts, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
     """Accuracies of hosts that never grow, after so much work each: an episode of that length, then its final rate."""
     task = unseen.task
     fleet = HostFleet(task, len(seeds), unseen.device, seeds, batches=unseen.data)

@@ -17,7 +17,7 @@ from random_growth import random_edit
 from esper.tolaria import HostFleet, get_task
 
 
-def watch(name: str, arguments: argparse.Namespace) -> dict[str, Json]:
+def run_healthy(name: str, arguments: argparse.Namespace) -> dict[str, Json]:
     """Train the hosts of one task and list all panics."""
     task = replace(get_task(name), budget=sys.maxsize, steps=arguments.steps)
     cuda = arguments.device == "cuda"
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     for name in arguments.tasks:
-        found = watch(name, arguments)
+        found = run_healthy(name, arguments)
         panics = found["panics"]
         assert isinstance(panics, list)
         print_table(

@@ -17,14 +17,13 @@ from typing import Any
 from harness import RESULTS, Json, print_table, write_result
 
 from esper.leyline import BadValueError
-from esper.nissa import read_lines
 from esper.simic.agent import HeadMetrics, PPOUpdateMetrics, load_agent
 from esper.simic.telemetry import AnomalyDetector, RoundFacts
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.groups import Groups
-from esper.simic.training.run_config import read_config
-from esper.simic.training.runs import EVENTS, EXTRAS, METRICS, RunFolder
+from esper.simic.training.hosts import Groups
+from esper.simic.training.run_folder import EVENTS, EXTRAS, METRICS, RunFolder, read_config
 from esper.simic.training.trainer import Trainer
+from esper.storage.logs import read_lines
 
 COLUMNS = ("round", "severity", "alarm", "subject", "cause")
 UNMEASURED = ("lstm_not_finite", "lstm_extreme", "lstm_dead", "reward_hacking", "ransomware")

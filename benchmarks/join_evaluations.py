@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from esper.leyline import BadValueError
-from esper.leyline.files import replace_file
-from esper.simic.training.jobs import ORACLE
-from esper.simic.training.verdicts import MARGIN, compare_rows
+from esper.simic.evaluation.statistics import MARGIN, compare_rows
+from esper.simic.evaluation.workers import ORACLE
+from esper.storage.files import replace_file
 
 Content = dict[str, Any]  # Any: what JSON holds
 HOSTS = ("task", "hosts", "seed", "final")

@@ -26,14 +26,13 @@ from typing import Any, Literal, NamedTuple
 from harness import RESULTS, Json, print_table, write_result
 from kills import FileKill
 
-from esper.leyline.files import is_leftover
-from esper.leyline.stored import read_stored
-from esper.nissa import read_lines
 from esper.simic.agent.checkpoint import AGENT
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_config import CONFIG, read_config
-from esper.simic.training.runs import CHECKPOINTS, EVENTS, METRICS, RunFolder
+from esper.simic.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, RunFolder, read_config
 from esper.simic.training.trainer import Trainer
+from esper.storage.files import is_leftover
+from esper.storage.logs import read_lines
+from esper.storage.stored import read_stored
 from esper.tolaria import TaskRegistry, get_task
 
 STATES = ("as it began", "in a checkpoint", "in a round")

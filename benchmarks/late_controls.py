@@ -15,13 +15,12 @@ from join_evaluations import join
 
 from esper.cli.evaluate import made_with
 from esper.leyline import BadValueError
-from esper.leyline.files import replace_file
 from esper.leyline.progress import progress_bar
-from esper.simic.training.comparison import Comparison
-from esper.simic.training.evaluation import host_seeds
-from esper.simic.training.jobs import CONTROLS, ORACLE, Contender, EvaluationConfig, is_learned, job_runner
-from esper.simic.training.kinds import by_kind
-from esper.simic.training.results import Fossil, Result
+from esper.simic.evaluation.comparison import TaskComparison, by_kind
+from esper.simic.evaluation.results import Fossil, Result
+from esper.simic.evaluation.unseen import host_seeds
+from esper.simic.evaluation.workers import CONTROLS, ORACLE, Contender, EvaluationConfig, is_learned, job_runner
+from esper.storage.files import replace_file
 from esper.tolaria import get_task
 
 Content = dict[str, Any]  # Any: what JSON holds
@@ -72,7 +71,7 @@ def run_controls(found: Content, controls: list[str], config: EvaluationConfig, 
     results = {name: [next(done) for _ in group] for name, group in wanted.items()}
     task, seeds = get_task(config.task), host_seeds(config.hosts, config.seed, final=config.final)
     kinds = {name: by_kind(task, seeds, rows) for name, rows in results.items()} if len(task.defects) > 1 else {}
-    compared = Comparison(config.task, config.hosts, config.seed, config.final, results, [], {}, kinds)
+    compared = TaskComparison(config.task, config.hosts, config.seed, config.final, results, [], {}, kinds)
     command = f"python benchmarks/late_controls.py EVALUATION.json --controls {' '.join(controls)}"
     return {**compared.to_json(), "provenance": made_with(command)}
 

@@ -25,21 +25,21 @@ def unlimited(task: Task) -> Task:
     return replace(task, budget=sys.maxsize)
 
 
-Watch = Callable[[HostTrainer, Comparison], None]
+OnStep = Callable[[HostTrainer, Comparison], None]
 
 
-def grow(task: Task, batches: Batches, rng_seed: int, plan: Plan | None, watch: Watch | None = None) -> HostTrainer:
+def grow(task: Task, batches: Batches, rng_seed: int, plan: Plan | None, on_step: OnStep | None = None) -> HostTrainer:
     """Run a whole episode; with no plan the host never grows.
 
-    `watch` sees every step before its tick. Without it only the steps are validated where the lifecycle asks for it.
+    `on_step` sees every step before its tick. Without it only the steps are validated where the lifecycle asks for it.
     """
     trainer = HostTrainer(task, batches, rng_seed, device=batches.calibration(1).device)
     for step in range(task.steps):
         if plan is not None:
             _decide(trainer, plan, step)
         trainer.train_step()
-        if watch is not None:
-            watch(trainer, trainer.validate())
+        if on_step is not None:
+            on_step(trainer, trainer.validate())
         elif plan is not None and trainer.model.seed_slots[plan.slot_id].state.stage is SeedStage.HOLDING:
             trainer.validate()
         trainer.tick()

@@ -20,7 +20,7 @@ from ppo_envs import DelayedPay, FactoredChoice, HiddenVelocityCartPole, Recall
 from scipy import stats
 
 from esper.simic.agent import Learned, PPOConfig, learn
-from esper.simic.agent.vector import MakeEnv
+from esper.simic.agent.environments import MakeEnv
 from esper.tamiyo import NetworkConfig
 
 EVALUATION_SEED = 12345

@@ -41,13 +41,13 @@ def collect(agent: PPOAgent, envs: int, steps: int) -> TamiyoRolloutBuffer:
     buffer = TamiyoRolloutBuffer(
         envs, steps, agent.layout.size, agent.table, agent.config.network.hidden, device=agent.device
     )
-    memory = agent.network.initial_memory(envs)
-    buffer.begin(memory, agent.epsilon)
+    hidden_state = agent.network.initial_state(envs)
+    buffer.begin(hidden_state, agent.epsilon)
     masks = agent.table.open_masks(envs, agent.device)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         seen = torch.randn((envs, agent.layout.size), generator=generator).to(agent.device)
-        decision, values, memory = agent.act(seen, masks, memory, epsilon=buffer.epsilon)
+        decision, values, hidden_state = agent.act(seen, masks, hidden_state, epsilon=buffer.epsilon)
         rewards = torch.randn(envs, generator=generator).to(agent.device)
         ends = torch.full((envs,), step == steps - 1, device=agent.device)
         values = agent.values_of(values, buffer.tasks)

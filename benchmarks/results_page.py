@@ -8,7 +8,7 @@ from typing import Any
 
 from harness import RESULTS
 
-from esper.simic.training.named import short_name
+from esper.simic.evaluation.policies import short_name
 from esper.tolaria import get_task
 
 INTRODUCTION = """\

@@ -23,7 +23,7 @@ from harness import RESULTS, Json, print_table, spread, write_result
 from one_seed import Plan, grow, unlimited
 
 from esper.tolaria import Task, TaskRegistry, get_task
-from esper.tolaria.gains import GAINS_FILE
+from esper.tolaria.tasks import GAINS_FILE
 
 GERMINATE_SHARE = 5
 

@@ -25,10 +25,11 @@ import torch
 from harness import RESULTS, Json, print_table, write_result
 
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, ppo
-from esper.simic.agent.lesson import Lesson
-from esper.simic.agent.record import UpdateRecord
+from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent.minibatch import PreparedRound
 from esper.simic.telemetry import Spans
-from esper.simic.training import collect, journal
+from esper.simic.training import collect
+from esper.simic.training import recorder as journal
 from esper.simic.training import trainer as loop
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
@@ -40,7 +41,7 @@ TAIL = 0.025
 """Of the distribution, beyond each end of an interval."""
 
 
-def needed(lesson: Lesson, record: UpdateRecord, agent: PPOAgent) -> PPOUpdateMetrics:
+def needed(lesson: PreparedRound, record: UpdateRecord, agent: PPOAgent) -> PPOUpdateMetrics:
     """What an agent has to know of its own update, and nothing for people."""
     rows = [torch.stack([row["norm"], row["halted"].to(row["norm"])]) for row in record.minibatches]
     gap, *numbers = torch.cat([lesson.reference.gap.view(1), *rows]).tolist()

@@ -11,13 +11,12 @@ from rich.table import Table
 from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import evaluate, main
-from esper.cli.evaluation_tables import kind_table, policy_table, tell_difference
-from esper.simic.training.comparison import Comparison
-from esper.simic.training.kinds import KindSummary
-from esper.simic.training.named import short_name, short_names
-from esper.simic.training.results import Result
+from esper.cli.evaluate import kind_table, policy_table, tell_difference
+from esper.simic.evaluation.comparison import KindSummary, TaskComparison
+from esper.simic.evaluation.policies import short_name, short_names
+from esper.simic.evaluation.results import Result
+from esper.simic.evaluation.statistics import compare_all
 from esper.simic.training.trainer import Trainer
-from esper.simic.training.verdicts import compare_all
 
 # -- where it writes --------------------------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ def test_names_that_would_be_alike_are_written_out() -> None:
     assert list(short_names(specs).values()) == ["x/blind0", "y/blind0", "blind (5 seeds)", "wait"]
 
 
-def found() -> Comparison:
+def found() -> TaskComparison:
     """Policies with long names and figures as wide as they come, on hosts of two kinds."""
     one = Result([32.0, 33.5], [74.5, 75.5], [40.0, 41.0], [1234, 12345], [[], []], {"train": [12.5, 12.5]},
                  {"1": [30.5, 30.25], "4": [-30.5, -30.25]})  # fmt: skip
@@ -131,7 +130,7 @@ def found() -> Comparison:
     }
     kind = KindSummary(64, 32.0, 34.25, 0.12, 1.5, {"r1c0": 0.75, "r1c1": 0.25}, "r1c0", 0.75)
     kinds = {name: {"blind_first_slot_cut": kind, "none": kind} for name in policies}
-    return Comparison("digits_varied", 2, 7, False, policies, compare_all(policies), {SEEDS: [one]}, kinds)
+    return TaskComparison("digits_varied", 2, 7, False, policies, compare_all(policies), {SEEDS: [one]}, kinds)
 
 
 def shown(table: Table, capsys: pytest.CaptureFixture[str]) -> str:

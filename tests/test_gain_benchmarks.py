@@ -16,11 +16,12 @@ from simic.training.tiny import QUICK, quick_config
 from torch import Tensor
 
 from esper.leyline import BadValueError, SeedStage, head_preset
-from esper.simic.training.evaluation import UnseenHosts
+from esper.simic.evaluation.unseen import EvaluationHosts
 from esper.simic.training.observe import accuracy_of
 from esper.simic.training.trainer import Trainer
-from esper.tolaria import HostFleet, Task, gains, get_task
-from esper.tolaria.gains import GAINS_FILE, published_gains
+from esper.tolaria import HostFleet, Task, get_task
+from esper.tolaria import tasks as gains
+from esper.tolaria.tasks import GAINS_FILE, published_gains
 
 # -- whether they last ------------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[
     host is given; given twice the work it ends where an episode of twice the length does."""
     script = benchmark("gain_lasts")
     task = replace(get_task("digits_blind"), steps=3, batches_per_step=4)
-    unseen = UnseenHosts(task, 2, 7, head_preset("core"))
+    unseen = EvaluationHosts(task, 2, 7, head_preset("core"))
 
     def trained(episode: Task, steps: int, env: int) -> Tensor:
         alone = HostFleet(episode, 2, seeds=unseen.seeds, batches=unseen.data)

@@ -8,8 +8,8 @@ import pytest
 from simic.training.tiny import tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.training.comparison import run_comparison
-from esper.simic.training.jobs import Contender, EvaluationConfig
+from esper.simic.evaluation.comparison import run_comparison
+from esper.simic.evaluation.workers import Contender, EvaluationConfig
 
 GROWS, RUN = "random-commit", "runs/a0"
 

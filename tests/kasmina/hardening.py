@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina import CNNHost, GPTHost, MorphogeneticModel, SeedState
-from esper.kasmina.alpha import AlphaController
 from esper.kasmina.attach import attach
+from esper.kasmina.blending import AlphaController
 from esper.leyline import ACTIVE_STAGES, SeedStage
 
 SIDE = 8

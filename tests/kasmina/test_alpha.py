@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.kasmina import AlphaController
-from esper.kasmina.alpha import curve_value
+from esper.kasmina.blending import curve_value
 from esper.leyline import ALPHA_CURVES, BadValueError, StageError, UnknownNameError
 from esper.leyline.records import decode, encode
 

@@ -23,9 +23,9 @@ from esper.kasmina import (
     TrainingCheckpoints,
     attach,
 )
-from esper.kasmina.states import join_state, split_state
+from esper.kasmina.training_checkpoints import join_state, split_state
 from esper.leyline import BadValueError, CheckpointError, SeedStage, StorageError
-from esper.leyline.files import folder_taken
+from esper.storage.files import folder_taken
 
 STEPS = 13
 SLOTS = {"0": 6, "2": 6, "4": 6}

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from forks import forked_process
 
-from esper.leyline import BadValueError, StorageError, files
-from esper.leyline.files import (
+from esper.leyline import BadValueError, StorageError
+from esper.storage import files
+from esper.storage.files import (
     discard_folder,
     folder_taken,
     is_leftover,
@@ -22,7 +23,8 @@ from esper.leyline.files import (
     remove_leftovers,
     replace_file,
 )
-from esper.leyline.files import replace_folder as replace
+from esper.storage.files import replace_folder as replace
+from esper.storage.locks import let_go, take_lock
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("a", "b")
@@ -50,7 +52,7 @@ import json, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from kills import FileKill
-from esper.leyline import files
+from esper.storage import files
 
 def fill(text):
     def write(new):
@@ -183,11 +185,11 @@ def test_what_a_living_writer_works_on_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_work_folder_that_somebody_removes_is_not_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it has no lock yet, another may have taken it for a leftover: it is still there, and soon is not."""
-    take_lock, locks = files.take_lock, list[int | None]()
+    taken = list[int | None]()
 
     def after_a_remover(folder: Path) -> int | None:
-        if not locks:  # the first one: a remover was quicker
-            locks.append(take_lock(folder))
+        if not taken:  # the first one: a remover was quicker
+            taken.append(take_lock(folder))
         return take_lock(folder)
 
     monkeypatch.setattr(files, "take_lock", after_a_remover)
@@ -195,7 +197,7 @@ def test_a_work_folder_that_somebody_removes_is_not_written_in(tmp_path: Path, m
     assert read(tmp_path / "thing") == ["new"] * 2
     left = [path for path in tmp_path.iterdir() if path.name != "thing"]
     assert [list(path.iterdir()) for path in left] == [[]], "it belongs to the remover, and is empty"
-    files.let_go(locks[0])
+    let_go(taken[0])
 
 
 def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +206,7 @@ def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pyte
     remove, locked = shutil.rmtree, list[bool]()
 
     def look(folder: Path, *, ignore_errors: bool) -> None:
-        locked.append(files.take_lock(folder) is None)
+        locked.append(take_lock(folder) is None)
         remove(folder, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", look)
@@ -261,7 +263,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 FULL = """
 import json, resource, sys
 from pathlib import Path
-from esper.leyline import StorageError, files
+from esper.leyline import StorageError
+from esper.storage import files
 root = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 found = []

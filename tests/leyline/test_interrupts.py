@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from esper.leyline.interrupts import interrupts_held, termination_interrupts
+from esper.storage.interrupts import interrupts_held, termination_interrupts
 
 
 def test_ctrl_c_waits() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline import BadValueError, CheckpointError
-from esper.leyline.series import Series
+from esper.storage.series import Series
 
 
 def make(folder: Path, *names: str) -> Series:

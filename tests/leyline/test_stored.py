@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper.leyline import BadValueError, CheckpointError
-from esper.leyline.stored import StoredFormat, read_stored, refusal, write_stored
+from esper.storage.stored import StoredFormat, read_stored, refusal, write_stored
 
 Json = Any  # Any: parsed JSON
 
@@ -425,7 +425,7 @@ CRASH = """
 import os, sys
 from pathlib import Path
 import torch
-from esper.leyline.stored import StoredFormat, write_stored
+from esper.storage.stored import StoredFormat, write_stored
 Path.write_text = lambda *args, **kwargs: os._exit(9)  # the weights are written, the JSON is not
 kind = StoredFormat("esper-test", 3, "thing.json", "thing.safetensors")
 write_stored(Path(sys.argv[1]), kind, {"thing": 2}, {"x": torch.ones(1)})

@@ -7,13 +7,13 @@ import pytest
 
 from esper.leyline import HEAD_NAMES, LifecycleOp
 from esper.nissa import METRICS, Metric, find_metric
-from esper.nissa.page import REMARKS, page
+from esper.nissa.catalogue import REMARKS, page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    """If not: `python -m esper.nissa.page > docs/metrics.md`."""
+    """If not: `python -m esper.nissa.catalogue > docs/metrics.md`."""
     assert PAGE.read_text() == page()
 
 

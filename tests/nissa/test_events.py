@@ -11,7 +11,6 @@ from esper.nissa import (
     AlarmRaised,
     EpisodeEnded,
     Event,
-    JsonLines,
     Panicked,
     RoundExamined,
     RoundMeasured,
@@ -21,8 +20,8 @@ from esper.nissa import (
     SeedSuspected,
     StageChanged,
     as_line,
-    read_lines,
 )
+from esper.storage.logs import JsonLines, read_lines
 
 EPISODE = EpisodeEnded(
     1, "digits", 4, 1.5, 2.0, 90.0, 64, [80.0, 90.0], [80.0, 88.0], {"r1c0": [0.0, 1.0]},

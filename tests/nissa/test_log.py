@@ -8,7 +8,7 @@ import pytest
 from forks import forked_process
 
 from esper.leyline import BadValueError, StorageError
-from esper.nissa import JsonLines, read_lines
+from esper.storage.logs import JsonLines, read_lines
 
 
 def test_lines_come_back_in_order(tmp_path: Path) -> None:

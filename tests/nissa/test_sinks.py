@@ -12,7 +12,7 @@ import pytest
 
 from esper.leyline import MissingPackageError
 from esper.leyline.progress import progress_bar
-from esper.nissa import AlarmRaised, Hub, RoundMeasured, Sink, Watch
+from esper.nissa import AlarmRaised, Hub, RoundMeasured, Sink, SinkSettings
 from esper.nissa.sinks import ConsoleSink, TensorBoardSink, WandbSink
 
 VALUES = {"objective": 1.234, "committed": 0.5, "reward": {"gain": 2.0}, "ppo/max_kl": 0.2, "timing": {"update_s": 3}}
@@ -139,7 +139,7 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is an extra: esper-morph[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    Watch(tensorboard=True).check()
+    SinkSettings(tensorboard=True).check()
     show(TensorBoardSink(tmp_path, CONFIG, 0))
     reader = EventAccumulator(str(tmp_path / "tensorboard"))
     reader.Reload()
@@ -190,7 +190,7 @@ def test_wandb_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_wandb_itself(tmp_path: Path) -> None:
     """A file of an offline run, with our names in it."""
     pytest.importorskip("wandb", reason="W&B is an extra: esper-morph[wandb]")
-    Watch(wandb=True).check()
+    SinkSettings(wandb=True).check()
     with Hub([WandbSink(tmp_path, CONFIG, 0)]) as hub:
         for event in EVENTS:
             hub.publish(event)
@@ -206,31 +206,33 @@ def test_wandb_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("watch", "package", "message"),
     [
-        (Watch(console=True), "rich", r"--console needs the package rich.*pip install 'rich'"),
-        (Watch(tensorboard=True), "tensorboard", r"tensorboard.*pip install 'esper-morph\[tensorboard\]'"),
-        (Watch(wandb=True), "wandb", r"--wandb needs the package wandb.*pip install 'esper-morph\[wandb\]'"),
+        (SinkSettings(console=True), "rich", r"--console needs the package rich.*pip install 'rich'"),
+        (SinkSettings(tensorboard=True), "tensorboard", r"tensorboard.*pip install 'esper-morph\[tensorboard\]'"),
+        (SinkSettings(wandb=True), "wandb", r"--wandb needs the package wandb.*pip install 'esper-morph\[wandb\]'"),
     ],
 )
-def test_a_missing_package_is_named(watch: Watch, package: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(
+    sinks: SinkSettings, package: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what to install."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=message):
-        watch.check()
-    Watch().check()
+        sinks.check()
+    SinkSettings().check()
 
 
 def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where W&B ever ran there is a folder `wandb`, which Python would import as an empty package."""
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     with pytest.raises(MissingPackageError, match="wandb"):
-        Watch(wandb=True).check()
+        SinkSettings(wandb=True).check()
 
 
 def test_sinks_follow_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each setting makes its sink; a path in the configuration is text by then."""
     opened: list[object] = []
     monkeypatch.setattr("esper.nissa.watch.Hub", lambda sinks: opened.extend(sinks))
-    Watch(console=True, tensorboard=True, wandb=True).open(tmp_path, {"data_dir": tmp_path}, 2)
+    SinkSettings(console=True, tensorboard=True, wandb=True).open(tmp_path, {"data_dir": tmp_path}, 2)
     assert [type(sink) for sink in opened] == [ConsoleSink, TensorBoardSink, WandbSink]
     assert (
         vars(opened[1])
@@ -242,5 +244,5 @@ def test_sinks_follow_from_the_settings(tmp_path: Path, monkeypatch: pytest.Monk
         }
     )
     opened.clear()
-    Watch().open(tmp_path, {})
+    SinkSettings().open(tmp_path, {})
     assert opened == []

@@ -69,6 +69,6 @@ def decide(
 ) -> Decision:
     """The first step of these observations; without masks everything is allowed."""
     encoded = network.encode(flat)
-    core, _ = network.step(encoded.trunk, network.initial_memory(len(flat)))
+    core, _ = network.step(encoded.trunk, network.initial_state(len(flat)))
     masks = network.table.open_masks(len(flat)) if masks is None else masks
     return network.decide(core, encoded, masks, epsilon, uniform=uniform, actions=actions)

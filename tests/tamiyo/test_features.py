@@ -30,7 +30,7 @@ from esper.tamiyo import (
     growth_table,
     signals_to_features,
 )
-from esper.tamiyo.features import LIMIT, SENSED, tell_end
+from esper.tamiyo.features import LIMIT, SENSED, fill_in_control_end
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView
 
 COUNT = 3
@@ -369,7 +369,7 @@ def test_the_end_is_told_in_one_column() -> None:
     layout = growth_layout(slots(COUNT))
     steps = torch.stack([signals_to_features(random_signals(4, seed=seed), layout) for seed in range(3)])
     before, end = steps.clone(), torch.tensor([10.0, 20.0, 30.0, 40.0])
-    told = tell_end(steps, layout, end)
+    told = fill_in_control_end(steps, layout, end)
     assert torch.equal(steps, before), "what was seen stays as it was"
     assert changed(before.flatten(0, 1), told.flatten(0, 1), layout) == {"critic.control_end"}
     torch.testing.assert_close(named(told[1], layout)["critic.control_end"].flatten(), end / 100)

@@ -75,10 +75,10 @@ class Situation:
     def decide(self, config: HeuristicConfig | None = None, stale: int = 0) -> tuple[LifecycleOp, int, int]:
         """Op, slot and blueprint after so many steps at accuracy 0."""
         policy = HeuristicTamiyo(CORE, SLOTS, config)
-        memory = policy.initial_memory([0])
+        state = policy.initial_state([0])
         if stale:
-            memory = memory._replace(level=torch.zeros(1), since=torch.full((1,), stale - 1))
-        actions, _ = policy.act(a_view(self.signals, self.masks, self.step), memory, torch.zeros(1, len(CORE)))
+            state = state._replace(level=torch.zeros(1), since=torch.full((1,), stale - 1))
+        actions, _ = policy.act(a_view(self.signals, self.masks, self.step), state, torch.zeros(1, len(CORE)))
         op, slot, blueprint = actions[0].tolist()
         return LifecycleOp(op), slot, blueprint
 
@@ -96,11 +96,11 @@ def test_steps_left(step: int, left: int) -> None:
 def test_germinates_after_patience_on_a_plateau() -> None:
     """Rises of 1 point or less do not count, and add up until they do."""
     policy = HeuristicTamiyo(CORE, SLOTS)
-    memory = policy.initial_memory([0])
+    state = policy.initial_state([0])
     ops = []
     for step, accuracy in enumerate([10.0, 20.0, 20.6, 21.2, 21.8, 22.0]):
         situation = Situation(step, accuracy=accuracy)
-        actions, memory = policy.act(a_view(situation.signals, situation.masks, step), memory, torch.zeros(1, 3))
+        actions, state = policy.act(a_view(situation.signals, situation.masks, step), state, torch.zeros(1, 3))
         ops.append(LifecycleOp(int(actions[0, 0])))
     # The level is 20 after the second; 20.6 is not above 21, 21.2 is and becomes the level; two steps later: patience.
     assert ops == [WAIT] * 5 + [GERMINATE]
@@ -123,9 +123,9 @@ def test_minds_the_cost_of_an_offer() -> None:
 def test_does_not_try_the_same_offer_twice() -> None:
     policy = HeuristicTamiyo(CORE, SLOTS, HeuristicConfig(patience=0))
     situation = Situation().offers({(1, 1): 1.0, (1, 0): 0.9}, {})
-    memory, found = policy.initial_memory([0]), []
+    state, found = policy.initial_state([0]), []
     for _ in range(2):
-        actions, memory = policy.act(a_view(situation.signals, situation.masks), memory, torch.zeros(1, 3))
+        actions, state = policy.act(a_view(situation.signals, situation.masks), state, torch.zeros(1, 3))
         found.append(actions[0].tolist())
     assert found == [[GERMINATE, 1, 1], [GERMINATE, 1, 0]]
 
@@ -219,7 +219,7 @@ def test_other_heads_do_what_core_does() -> None:
     masks = FULL.open_masks(2)
     masks["blend"][1, 0] = False
     masks["alpha_target"][1, 2] = False
-    actions, _ = policy.act(a_view(quiet(2), masks), policy.initial_memory([0, 1]), torch.zeros(2, len(FULL)))
+    actions, _ = policy.act(a_view(quiet(2), masks), policy.initial_state([0, 1]), torch.zeros(2, len(FULL)))
     assert actions.tolist() == [[GERMINATE, 0, 0, 0, 0, 2, 0, 0], [GERMINATE, 0, 0, 1, 0, 0, 0, 0]]
 
 

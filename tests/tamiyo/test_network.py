@@ -55,14 +55,14 @@ def test_steps_equal_the_unrolled_sequence(name: str, stretches: Stretches) -> N
     """From a memory that is not empty, with sequences that end at different times."""
     network = build(name)
     flat = torch.randn(7, 4, network.layout.size)
-    memory = torch.randn(4, 16), torch.randn(4, 16)
-    state, cores = memory, []
+    hidden_state = torch.randn(4, 16), torch.randn(4, 16)
+    state, cores = hidden_state, []
     for now in flat:
         core, state = network.step(network.encode(now).trunk, state)
         cores.append(core)
-    unrolled = network.unroll(network.encode(flat[ALIVE]).trunk, stretches, memory)
+    unrolled = network.unroll(network.encode(flat[ALIVE]).trunk, stretches, hidden_state)
     assert torch.allclose(unrolled, torch.stack(cores)[ALIVE], atol=1e-5)
-    assert not torch.allclose(cores[1], network.step(network.encode(flat[1]).trunk, memory)[0], atol=1e-2)
+    assert not torch.allclose(cores[1], network.step(network.encode(flat[1]).trunk, hidden_state)[0], atol=1e-2)
 
 
 def test_without_recurrence_memory_has_no_say() -> None:
@@ -84,16 +84,16 @@ def test_without_recurrence_memory_has_no_say() -> None:
 def test_log_probs_are_those_of_collection(name: str, epsilon: float) -> None:
     """Invariant 8: every head, placeholders included, under random conditional masks and with memory."""
     network = build(name, SHARP)
-    table, memory = network.table, network.initial_memory(4)
+    table, hidden_state = network.table, network.initial_state(4)
     flat = torch.randn(7, 4, network.layout.size)
     masks = [random_masks(table, 4) for _ in flat]
     collected = []
     for now, allowed in zip(flat, masks, strict=True):
         encoded = network.encode(now)
-        core, memory = network.step(encoded.trunk, memory)
+        core, hidden_state = network.step(encoded.trunk, hidden_state)
         collected.append(network.decide(core, encoded, allowed, epsilon, uniform=torch.rand(4, len(table))))
     encoded = network.encode(flat[ALIVE])
-    core = network.unroll(encoded.trunk, STRETCHES["both"], network.initial_memory(4))
+    core = network.unroll(encoded.trunk, STRETCHES["both"], network.initial_state(4))
     packed = {name: torch.stack([allowed[name] for allowed in masks])[ALIVE] for name in table.names}
     actions = torch.stack([decision.actions for decision in collected])[ALIVE]
     learnt = network.decide(core, encoded, packed, epsilon, actions=actions)
@@ -176,13 +176,13 @@ def test_empty_masks_show_without_a_look_at_the_device() -> None:
 def test_no_step_waits_for_the_device() -> None:
     """Requirement 65: encoding, stepping, deciding and valuing never synchronise."""
     network = build("full3").to("cuda")
-    flat, memory = torch.randn(8, network.layout.size, device="cuda"), network.initial_memory(8)
+    flat, hidden_state = torch.randn(8, network.layout.size, device="cuda"), network.initial_state(8)
     masks, uniform = network.table.open_masks(8, "cuda"), torch.rand(8, len(HEADS), device="cuda")
     with no_sync():
         encoded = network.encode(flat)
-        core, memory = network.step(encoded.trunk, memory)
+        core, hidden_state = network.step(encoded.trunk, hidden_state)
         actions = network.decide(core, encoded, masks, 0.05, uniform=uniform).actions
-        core = network.unroll(encoded.trunk, Stretches(((8, 1),), None), memory)
+        core = network.unroll(encoded.trunk, Stretches(((8, 1),), None), hidden_state)
         found = network.decide(core, encoded, masks, 0.05, actions=actions)
         (found.log_probs.sum() + network.value(core, encoded).sum()).backward()
 
@@ -220,7 +220,7 @@ def test_the_actor_never_sees_the_critics_columns() -> None:
     ):
         assert torch.equal(seen, again)
     encoded, changed = network.encode(flat), network.encode(other)
-    core = network.step(encoded.trunk, network.initial_memory(32))[0]
+    core = network.step(encoded.trunk, network.initial_state(32))[0]
     assert (network.value(core, encoded) - network.value(core, changed)).abs().min() > 1e-3
 
 

@@ -96,10 +96,10 @@ def test_actions_are_legal(name: str, preset: str, rng_seed: int, n: int, share:
     torch.manual_seed(rng_seed)
     table = TABLES[preset]
     policy = POLICIES[name](table)
-    memory = policy.initial_memory(list(range(n)))
+    state = policy.initial_state(list(range(n)))
     for step in range(0, STEPS, 3):
         masks = random_masks(table, n, share)
-        actions, memory = policy.act(a_view(random_signals(n, step), masks, step), memory, torch.rand(n, len(table)))
+        actions, state = policy.act(a_view(random_signals(n, step), masks, step), state, torch.rand(n, len(table)))
         assert actions.shape == (n, len(table)) and actions.dtype == torch.long
         assert_legal(table, actions, masks)
 
@@ -110,10 +110,10 @@ def test_the_same_draws_give_the_same_actions(name: str) -> None:
     n = 40
     policy = POLICIES[name](FULL)
     signals, masks, uniform = random_signals(n, 8), random_masks(FULL, n), torch.rand(n, len(FULL))
-    view, memory = a_view(signals, masks, 8), policy.initial_memory(list(range(n)))
-    together, _ = policy.act(view, memory, uniform)
+    view, state = a_view(signals, masks, 8), policy.initial_state(list(range(n)))
+    together, _ = policy.act(view, state, uniform)
     torch.manual_seed(1)
-    again, _ = policy.act(view, policy.initial_memory(list(range(n))), uniform)
+    again, _ = policy.act(view, policy.initial_state(list(range(n))), uniform)
     assert torch.equal(together, again)
 
     def one(part: Any, env: int) -> Any:  # Any: a tensor, or a tuple of them
@@ -121,7 +121,7 @@ def test_the_same_draws_give_the_same_actions(name: str) -> None:
 
     for env in range(n):
         alone = a_view(one(signals, env), {name: mask[env : env + 1] for name, mask in masks.items()}, 8)
-        actions, _ = policy.act(alone, policy.initial_memory([env]), uniform[env : env + 1])
+        actions, _ = policy.act(alone, policy.initial_state([env]), uniform[env : env + 1])
         assert torch.equal(actions[0], together[env])
 
 

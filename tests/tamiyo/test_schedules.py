@@ -14,7 +14,7 @@ from torch import Tensor
 from esper.leyline import BadValueError, LifecycleOp, SeedStage
 from esper.leyline.records import decode, encode
 from esper.tamiyo.policies import Plan, PlannedSeed, RandomCommitPolicy, SchedulePolicy
-from esper.tamiyo.policy import Policy, View
+from esper.tamiyo.policy import Policy, PolicyView
 
 # -- a stand-in for a fleet -------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class FakeFleet:
         self.log: list[list[tuple[int, str, str, str]]] = [[] for _ in range(n)]
         self.blocked = torch.zeros(n, len(LifecycleOp), len(SLOTS), dtype=torch.bool)
 
-    def view(self) -> View:
+    def view(self) -> PolicyView:
         def column(name: str) -> Tensor:
             return torch.tensor([[int(getattr(seed, name)) for seed in seeds] for seeds in self.seeds])
 
@@ -86,10 +86,10 @@ class FakeFleet:
 
     def play(self, policy: Policy, before: Callable[["FakeFleet"], None] = lambda fleet: None) -> "FakeFleet":
         """A whole episode; `before` is called in each step."""
-        memory = policy.initial_memory(list(range(self.n)))
+        state = policy.initial_state(list(range(self.n)))
         for _ in range(STEPS):
             before(self)
-            actions, memory = policy.act(self.view(), memory, torch.rand(self.n, len(CORE)))
+            actions, state = policy.act(self.view(), state, torch.rand(self.n, len(CORE)))
             self.apply(actions)
         return self
 
@@ -177,7 +177,7 @@ def test_a_plan_for_each_env() -> None:
     assert fleet.log[1] == lived("r1c2", "conv", 1, 4, 8)
     assert fleet.log[2] == lived("r1c0", "norm", 0, 3, 7) + lived("r1c1", "conv", 10, 13, 17)
     with pytest.raises(BadValueError, match="3 plans for 2 envs"):
-        SchedulePolicy(CORE, SLOTS, plans).initial_memory([0, 1])
+        SchedulePolicy(CORE, SLOTS, plans).initial_state([0, 1])
 
 
 def test_nothing_but_empty_plans() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from esper.leyline import BlueprintOffer, LifecycleOp, SlotConfig, SlotSpec, head_preset
 from esper.tamiyo import growth_table
 from esper.tamiyo.policies import Plan, PlannedSeed
-from esper.tamiyo.policy import View
+from esper.tamiyo.policy import PolicyView
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
 
 WAIT, GERMINATE, SET_ALPHA, PRUNE, FOSSILIZE, ADVANCE = LifecycleOp
@@ -48,6 +48,6 @@ def quiet(n: int, step: int = 10) -> TrainingSignals:
     )
 
 
-def a_view(signals: TrainingSignals, masks: dict[str, Tensor], step: int = 10) -> View:
+def a_view(signals: TrainingSignals, masks: dict[str, Tensor], step: int = 10) -> PolicyView:
     """Without features: no policy here looks at them."""
-    return View(signals, torch.zeros(len(masks["op"]), 0), masks, step)
+    return PolicyView(signals, torch.zeros(len(masks["op"]), 0), masks, step)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina import MorphogeneticModel
-from esper.kasmina.cnn import ConvSegment
+from esper.kasmina.hosts import ConvSegment
 from esper.leyline import SeedStage, derive_seed
 from esper.tolaria import HostTrainer, OptimiserConfig, Task, get_task
 from esper.tolaria.batches import ImageBatches

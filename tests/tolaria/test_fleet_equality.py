@@ -14,13 +14,12 @@ from reference import OneByOne
 from torch import Tensor
 
 from esper.kasmina import Comparison, MorphogeneticModel
-from esper.kasmina.compare import Difference, RowScore, score_row
+from esper.kasmina.compare import PairedDifference, RowScore, score_row
 from esper.kasmina.slot import Isolation, Role
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig
-from esper.tolaria.lanes import LANES
-from esper.tolaria.measure import FleetComparison
-from esper.tolaria.scoring import score_rows
+from esper.tolaria.measurement import FleetComparison
+from esper.tolaria.passes import LANES, score_rows
 
 CASES = [
     pytest.param(kind, optimiser, id=f"{kind}-{optimiser.kind}")
@@ -71,7 +70,9 @@ def assert_equal_scores(mine: RowScore, reference: RowScore, tolerance: float, n
     assert_close(mine.losses, reference.losses, tolerance, name)
 
 
-def assert_equal_differences(mine: dict[str, Difference], reference: dict[str, Difference], tolerance: float) -> None:
+def assert_equal_differences(
+    mine: dict[str, PairedDifference], reference: dict[str, PairedDifference], tolerance: float
+) -> None:
     """Auditions or contributions of one env."""
     assert mine.keys() == reference.keys()
     for slot_id, found in reference.items():
@@ -82,7 +83,7 @@ def assert_equal_differences(mine: dict[str, Difference], reference: dict[str, D
 def assert_equal_findings(found: FleetComparison, reference: list[Comparison], tolerance: float) -> None:
     """A validation of all hosts at once, and of each alone."""
 
-    def of(env: int, found: dict[tuple[int, str], Difference]) -> dict[str, Difference]:
+    def of(env: int, found: dict[tuple[int, str], PairedDifference]) -> dict[str, PairedDifference]:
         return {slot_id: value for (owner, slot_id), value in found.items() if owner == env}
 
     for env, alone in enumerate(reference):

@@ -16,11 +16,9 @@ from esper.leyline import BadValueError, EsperError, FleetMemoryError, GateRefus
 from esper.tolaria import HostFleet
 from esper.tolaria import fleet as fleet_module
 from esper.tolaria.graphs import MinibatchGraphs
-from esper.tolaria.memory import LiveBytes, Need, held_bytes, tensors_of
-from esper.tolaria.needs import PassNeeds
-from esper.tolaria.passes import StackedHost
-from esper.tolaria.planning import eval_rows
-from esper.tolaria.scoring import CHUNK, calibrate, score, score_rows
+from esper.tolaria.memory import LiveBytes, Need, PassMemory, held_bytes, tensors_of
+from esper.tolaria.passes import CHUNK, StackedHost, calibrate, score, score_rows
+from esper.tolaria.rows import eval_rows
 
 KINDS = pytest.mark.parametrize("kind", ["cnn", "gpt"])
 
@@ -88,10 +86,10 @@ def test_held_bytes_by_hand() -> None:
 # -- the budget of a validation ---------------------------------------------------------------------------------------
 
 
-def needs_of(fleet: HostFleet) -> PassNeeds:
+def needs_of(fleet: HostFleet) -> PassMemory:
     """What its passes need."""
     _ = fleet.plan
-    return PassNeeds(fleet, fleet.batches.validation(), fleet.batches.calibration(fleet.task.calibration_size))
+    return PassMemory(fleet, fleet.batches.validation(), fleet.batches.calibration(fleet.task.calibration_size))
 
 
 @KINDS
@@ -269,7 +267,7 @@ def test_how_many_fit_follows_from_what_is_free(monkeypatch: pytest.MonkeyPatch)
     for free, allowed in ((four * 6 // 4, (4, 5, 6)), (100, ())):
         fleet = make_fleet(task, grown=False)
         held = held_bytes(fleet, without=[fleet.batches])
-        monkeypatch.setattr("esper.tolaria.shortage.free_bytes", lambda _, free=free, held=held: free - held)
+        monkeypatch.setattr("esper.tolaria.memory.free_bytes", lambda _, free=free, held=held: free - held)
         with pytest.raises(FleetMemoryError) as caught:
             fleet.train_minibatch(fleet.draw(0), 0.1)
         if allowed:
@@ -281,7 +279,7 @@ def test_how_many_fit_follows_from_what_is_free(monkeypatch: pytest.MonkeyPatch)
 def test_where_nothing_is_known_half_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that does not tell what is free."""
     starve(monkeypatch, 4, MemoryError)
-    monkeypatch.setattr("esper.tolaria.shortage.free_bytes", lambda _: None)
+    monkeypatch.setattr("esper.tolaria.memory.free_bytes", lambda _: None)
     fleet = make_fleet(task_of("cnn"))
     with pytest.raises(FleetMemoryError, match="how much is free is not known") as caught:
         fleet.train_step()

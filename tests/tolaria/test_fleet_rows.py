@@ -11,7 +11,7 @@ from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet
 from esper.tolaria.banks import Bank, bucket
-from esper.tolaria.rows import START, Act, Plan, Rows
+from esper.tolaria.rows import START, Act, PassPlan, Rows
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     effects: list[str] = []
     walk, effect = fleet.host.train, Bank.effect
 
-    def noting(plan: Plan, x: Tensor) -> object:
+    def noting(plan: PassPlan, x: Tensor) -> object:
         walks.append((len(x), 0 if plan.shadow is None else len(plan.shadow)))
         return walk(plan, x)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper.kasmina import AlphaController, CNNHost, Host, MorphogeneticModel
-from esper.kasmina.cnn import ConvSegment
+from esper.kasmina.hosts import ConvSegment
 from esper.leyline import BLEND_STYLES, BadValueError, SeedStage, UnknownNameError
 from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.data import DATASET_NAMES

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from esper.cli.evaluation_tables import short_table, tell_difference
+from esper.cli.evaluate import short_table, tell_difference
 from esper.karn import read_run, write_report
 from esper.karn.story import what_was_learned
-from esper.simic.training.comparison import Comparison
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.jobs import (
+from esper.simic.evaluation.comparison import TaskComparison
+from esper.simic.evaluation.results import Result
+from esper.simic.evaluation.statistics import compare_all
+from esper.simic.evaluation.workers import (
     Contender,
     EvaluationConfig,
     collect,
@@ -25,9 +26,8 @@ from esper.simic.training.jobs import (
     run_in_worker,
     worker_pool,
 )
-from esper.simic.training.results import Result
+from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
-from esper.simic.training.verdicts import compare_all
 from esper.tolaria import get_task
 
 TASK = "digits_blind"
@@ -78,7 +78,7 @@ class DemoCommand:
                 results = {"learned": run([Contender(unseen, str(folder))])}
             done = collect(rules, (future.result() for future in measured))
             results |= {name: [result] for name, result in zip(RULES, done, strict=True)}
-        found = Comparison(TASK, self.unseen, EVALUATION_SEED, False, results, compare_all(results))
+        found = TaskComparison(TASK, self.unseen, EVALUATION_SEED, False, results, compare_all(results))
         (folder / "evaluation.json").write_text(dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
         _tell(console, found, folder)
         console.print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all", highlight=False)
@@ -91,7 +91,7 @@ def free_folder(wanted: Path) -> Path:
     return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
 
 
-def _tell(console: Console, found: Comparison, folder: Path) -> None:
+def _tell(console: Console, found: TaskComparison, folder: Path) -> None:
     console.print(short_table(found))
     for compared in found.compared:
         console.print(tell_difference(compared), highlight=False, markup=False)

@@ -11,8 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from esper.karn.answers import STDOUT, Answer, Cell, as_json
-from esper.karn.queries import ask, columns_of
+from esper.karn.queries import STDOUT, Answer, Cell, as_json, ask, columns_of
 from esper.karn.views import VIEWS
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole

@@ -8,11 +8,11 @@ import tyro
 from rich.console import Console
 
 from esper.leyline import BadValueError
-from esper.leyline.series import KEEP
-from esper.nissa import Watch
+from esper.nissa import SinkSettings
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_config import read_config
+from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
+from esper.storage.series import KEEP
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TrainCommand(TrainConfig):
     """Folder of the run; it must not hold another."""
     resume: Path | None = None
     """Go on with this run instead, as it was configured (but for --data-dir), from its last complete round."""
-    watch: tyro.conf.OmitArgPrefixes[Watch] = field(default_factory=Watch)
+    sinks: tyro.conf.OmitArgPrefixes[SinkSettings] = field(default_factory=SinkSettings)
     profile: Path | None = None
     """Folder for a trace of every operator of one round, the second from here on (chrome://tracing, Perfetto)."""
     keep_checkpoints: int = KEEP
@@ -33,12 +33,12 @@ class TrainCommand(TrainConfig):
         """Train, with a progress bar; Ctrl-C ends after the last complete round."""
         if self.resume is not None:
             trainer = Trainer(
-                self._resumed(self.resume), self.resume, resume=True, watch=self.watch, profile=self.profile
+                self._resumed(self.resume), self.resume, resume=True, sinks=self.sinks, profile=self.profile
             )
         else:
             config = TrainConfig(**{each.name: getattr(self, each.name) for each in fields(TrainConfig)})
             trainer = Trainer(
-                config, self.out, watch=self.watch, profile=self.profile, keep_checkpoints=self.keep_checkpoints
+                config, self.out, sinks=self.sinks, profile=self.profile, keep_checkpoints=self.keep_checkpoints
             )
         trainer.run()
         console.print(

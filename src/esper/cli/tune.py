@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from esper.simic.training.tuning import EPISODES, Tuned, check_free, tune, write_tuned
+from esper.simic.tuning.tune import EPISODES, Tuned, check_free, tune, write_tuned
 from esper.tamiyo.policies import HeuristicConfig, Plan
 from esper.tamiyo.policies.shipped import TunedKind
 

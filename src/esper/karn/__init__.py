@@ -1,8 +1,7 @@
 """Looking at it: reads what a run wrote, answers questions about it, and draws it."""
 
-from esper.karn.answers import Answer
 from esper.karn.evaluations import Evaluation, read_evaluations
-from esper.karn.queries import ask
+from esper.karn.queries import Answer, ask
 from esper.karn.reading import Run, read_run
 from esper.karn.report import write_report
 from esper.karn.timeline import draw_growth

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from esper.karn.fields import Fields, Json, is_number, read_object
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
-from esper.nissa import read_lines
+from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
 
@@ -48,7 +48,7 @@ class StageEvent(NamedTuple):
         return self.step + (self.cause in ("tick", "panic"))
 
 
-class Panic(NamedTuple):
+class PanicEvent(NamedTuple):
     """The governor took a host back to its snapshot."""
 
     step: int
@@ -95,7 +95,7 @@ class Run:
     episodes: dict[int, list[Episode]] = field(default_factory=lambda: defaultdict(list))
     commits: dict[int, list[Commit]] = field(default_factory=lambda: defaultdict(list))
     changes: list[StageEvent] = field(default_factory=list)
-    panics: list[Panic] = field(default_factory=list)
+    panics: list[PanicEvent] = field(default_factory=list)
 
     def setting(self, *keys: str) -> Json | None:
         """A value of the configuration, or None where this run has no such key."""
@@ -229,7 +229,7 @@ def _read_events(run: Run) -> None:
             run.episodes[number].append(_episode(line, env, curves=number == run.shown))
         elif kind == "panic":
             if number == run.shown:
-                run.panics.append(Panic(line.whole("step"), env, _names(line, "symptoms")))
+                run.panics.append(PanicEvent(line.whole("step"), env, _names(line, "symptoms")))
         else:
             change = _change(line, env)
             _follow(change, (number, env, change.slot), born, kept)

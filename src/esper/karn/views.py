@@ -21,7 +21,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class View:
+class SqlView:
     """One table that statements can name."""
 
     meaning: str
@@ -119,8 +119,8 @@ FROM (
 )
 """
 
-VIEWS: Mapping[str, View] = {
-    "rounds": View(
+VIEWS: Mapping[str, SqlView] = {
+    "rounds": SqlView(
         "A row per complete round, means over its episodes. Beside these columns, every other number of metrics.jsonl"
         " under its name in lower case with _ for /: reward_gain, ops_wait, ppo_approx_kl, ppo_op_entropy,"
         " timing_collect_s …",
@@ -136,7 +136,7 @@ VIEWS: Mapping[str, View] = {
         },
         "SELECT * FROM log.rounds",
     ),
-    "episodes": View(
+    "episodes": SqlView(
         "A row per episode: the life of one growing host.",
         {
             **_EPISODE,
@@ -153,7 +153,7 @@ VIEWS: Mapping[str, View] = {
         " list_sum(rewards) AS reward, accuracies, control_accuracies, alphas FROM log.episode",
         ("episode",),
     ),
-    "decisions": View(
+    "decisions": SqlView(
         "A row per episode and step: what the policy chose, and what came of it. Heads are NULL where they say nothing"
         " about the op, or where the run's preset lacks them.",
         {
@@ -174,7 +174,7 @@ VIEWS: Mapping[str, View] = {
         _DECISIONS_SQL,
         ("episode",),
     ),
-    "rewards": View(
+    "rewards": SqlView(
         "A row per episode and part of its reward.",
         {
             **_EPISODE,
@@ -185,7 +185,7 @@ VIEWS: Mapping[str, View] = {
         " FROM log.episode",
         ("episode",),
     ),
-    "seeds": View(
+    "seeds": SqlView(
         "A row per seed, from its birth to its end.",
         {
             **_EPISODE,
@@ -206,7 +206,7 @@ VIEWS: Mapping[str, View] = {
         _SEEDS_SQL,
         ("stage",),
     ),
-    "stages": View(
+    "stages": SqlView(
         "A row per change of a slot's stage, in the order of the log.",
         {
             **_EPISODE,
@@ -220,13 +220,13 @@ VIEWS: Mapping[str, View] = {
         "SELECT round, task, env, step, slot, blueprint, source, target, cause FROM log.stage",
         ("stage",),
     ),
-    "panics": View(
+    "panics": SqlView(
         "A row per panic: the governor took a host back to its snapshot.",
         {**_EPISODE, **_STEP, "symptoms": ("VARCHAR[]", "what the governor saw")},
         "SELECT round, task, env, step, symptoms FROM log.panic",
         ("panic",),
     ),
-    "suspects": View(
+    "suspects": SqlView(
         "A row per seed that looked better than it was, and per suspicion, at the first such step.",
         {
             **_EPISODE,
@@ -244,7 +244,7 @@ VIEWS: Mapping[str, View] = {
         "SELECT round, task, env, step, slot, suspicion, severity, contribution, gain FROM log.suspect",
         ("suspect",),
     ),
-    "alarms": View(
+    "alarms": SqlView(
         "A row per alarm that began or ended.",
         {
             **_ROUND,

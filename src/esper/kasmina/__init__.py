@@ -1,19 +1,17 @@
 """The host, and what grows in it."""
 
-from esper.kasmina.alpha import AlphaController
 from esper.kasmina.attach import attach
+from esper.kasmina.blending import AlphaController
 from esper.kasmina.blueprints import BlueprintRegistry, BlueprintReport, BlueprintSpec, check_blueprint
 from esper.kasmina.check import HostReport, check_host
-from esper.kasmina.cnn import CNNHost
 from esper.kasmina.compare import Comparison, cross_entropy
 from esper.kasmina.gates import GateThresholds
-from esper.kasmina.gpt import GPTHost
-from esper.kasmina.host import Host, Segment
+from esper.kasmina.hosts import CNNHost, GPTHost, Host, Segment
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
 from esper.kasmina.model import MorphogeneticModel
 from esper.kasmina.optimiser import GrowingOptimizer
-from esper.kasmina.resume import TrainingCheckpoints
 from esper.kasmina.slot import SeedSlot
+from esper.kasmina.training_checkpoints import TrainingCheckpoints
 
 __all__ = [
     "AlphaController",

@@ -26,8 +26,8 @@ from esper.kasmina.body import Body, Roles
 from esper.kasmina.layers import Statistics
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.model import MorphogeneticModel, check_settings
+from esper.kasmina.random_state import RandomState, random_state_kept
 from esper.kasmina.slot import ISOLATIONS, TOPOLOGY_OF_AXES, WIDTH_AXIS, Isolation, Role, SeedSlot
-from esper.kasmina.streams import RandomState, random_state_kept
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec, UnknownNameError
 
 NEAR_NAMES = 8

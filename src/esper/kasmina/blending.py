@@ -1,15 +1,74 @@
-"""How a seed's Δ joins the stream h. Every style is the identity at alpha 0.
+"""How a seed joins its host: the schedule of alpha, and the styles of blending."""
 
-add       h + α·Δ
-multiply  h·(1 + α·tanh Δ)
-gate      h + α·g(h)·Δ,  g a learned number in (0, 1) per sample
-"""
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from esper.kasmina.layers import Linear
-from esper.leyline import BLEND_STYLES, SlotSpec, UnknownNameError
+from esper.leyline import ALPHA_CURVES, BLEND_STYLES, BadValueError, SlotSpec, StageError, UnknownNameError
+
+
+def curve_value(curve: str, t: float) -> float:
+    """The share of the way covered after the share t of the time; 0 at 0, 1 at 1, monotone between.
+
+    linear t; cosine (1 − cos πt)/2; sigmoid<k> (σ(k(t − ½)) − σ(−k/2)) / (σ(k/2) − σ(−k/2)).
+    """
+    if curve == "linear":
+        return t
+    if curve == "cosine":
+        return (1 - math.cos(math.pi * t)) / 2
+    steepness = float(curve.removeprefix("sigmoid"))
+    low, high, here = (1 / (1 + math.exp(-steepness * x)) for x in (-0.5, 0.5, t - 0.5))
+    return (here - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class AlphaController:
+    """Where alpha is and where it goes. Immutable: `retarget` and `step` return the next one."""
+
+    alpha: float = 0.0
+    start: float = 0.0
+    target: float = 0.0
+    steps: int = 0
+    done: int = 0
+    curve: str = "linear"
+
+    def __post_init__(self) -> None:
+        if self.curve not in ALPHA_CURVES:
+            raise UnknownNameError("alpha curve", self.curve, ALPHA_CURVES)
+        for name in ("alpha", "start", "target"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise BadValueError(f"{name} {getattr(self, name)} is not in [0, 1]")
+        if self.steps < 0 or not 0 <= self.done <= self.steps:
+            raise BadValueError(f"step {self.done} of {self.steps} is not a place in a schedule")
+
+    @property
+    def holding(self) -> bool:
+        """No ramp is under way."""
+        return self.done == self.steps
+
+    def retarget(self, target: float, steps: int, curve: str = "linear") -> "AlphaController":
+        """Begin a ramp of so many steps from here; with 0 steps alpha is at the target at once."""
+        if not self.holding:
+            raise StageError(
+                f"alpha is on its way to {self.target}, step {self.done} of {self.steps}: wait until it holds"
+            )
+        begun = AlphaController(self.alpha, self.alpha, target, steps, 0, curve)
+        return begun if steps else replace(begun, alpha=target)
+
+    def step(self) -> "AlphaController":
+        """One step along the ramp; the last one lands on the target exactly. Holding, nothing moves."""
+        if self.holding:
+            return self
+        done = self.done + 1
+        if done == self.steps:
+            return replace(self, alpha=self.target, done=done)
+        value = self.start + (self.target - self.start) * curve_value(self.curve, done / self.steps)
+        low, high = sorted((self.start, self.target))
+        return replace(self, alpha=min(max(value, low), high), done=done)
+
 
 GATE_BIAS = 2.0
 """sigmoid(2) = 0.88: a gated seed starts out almost like an added one."""

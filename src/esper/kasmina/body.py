@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from esper.kasmina.host import Host, refuse_state
+from esper.kasmina.hosts import Host, refuse_state
 from esper.kasmina.layers import Statistics, named_statistics, write_statistics
 from esper.kasmina.slot import Role, SeedSlot
 from esper.leyline import UnknownNameError

@@ -21,9 +21,9 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
 from esper.kasmina.compare import cross_entropy
-from esper.kasmina.host import Host, refuse_state
+from esper.kasmina.hosts import Host, refuse_state
+from esper.kasmina.random_state import RandomState, random_state_kept
 from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS
-from esper.kasmina.streams import RandomState, random_state_kept
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec
 
 ROWS = 3

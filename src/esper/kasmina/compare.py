@@ -81,7 +81,7 @@ def paired_loss(row: RowScore, other: RowScore) -> Measurement:
     return Measurement(float(difference.mean()), error)
 
 
-class Difference(NamedTuple):
+class PairedDifference(NamedTuple):
     """A seed's effect in points of accuracy and in loss; positive is better."""
 
     accuracy: Measurement
@@ -94,9 +94,9 @@ class Comparison(NamedTuple):
     main: RowScore
     deployed: RowScore
     """The main row with the running statistics."""
-    auditions: dict[str, Difference]
+    auditions: dict[str, PairedDifference]
     """Shadow row minus main row, for seeds in TRAINING."""
-    contributions: dict[str, Difference]
+    contributions: dict[str, PairedDifference]
     """Main row minus the row with this seed silenced, for seeds that act."""
 
 
@@ -130,15 +130,15 @@ def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chun
     _check_inputs(x, targets, calibration)
     main = score_row(body, x, targets, {}, calibration, chunk=chunk)
     deployed = score_row(body, x, targets, {}, None, chunk=chunk)
-    auditions: dict[str, Difference] = {}
-    contributions: dict[str, Difference] = {}
+    auditions: dict[str, PairedDifference] = {}
+    contributions: dict[str, PairedDifference] = {}
     for slot_id, slot in body.slot_items():
         if slot.state.stage is SeedStage.TRAINING:
             row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration, chunk=chunk)
-            auditions[slot_id] = Difference(paired_accuracy(row, main), paired_loss(row, main))
+            auditions[slot_id] = PairedDifference(paired_accuracy(row, main), paired_loss(row, main))
         elif slot.state.stage in ACTIVE_STAGES:
             row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration, chunk=chunk)
-            contributions[slot_id] = Difference(paired_accuracy(main, row), paired_loss(main, row))
+            contributions[slot_id] = PairedDifference(paired_accuracy(main, row), paired_loss(main, row))
     return Comparison(main, deployed, auditions, contributions)
 
 

@@ -20,7 +20,7 @@ from esper.kasmina.export import ExportError, Growth, bare_copy, blocks_source, 
 from esper.kasmina.layers import Statistics
 from esper.kasmina.slot import Role, SeedSlot
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError, UnknownNameError
-from esper.leyline.files import replace_folder, sync_to_disk
+from esper.storage.files import replace_folder, sync_to_disk
 
 WEIGHTS = "weights.safetensors"
 NETWORK = "network.py"

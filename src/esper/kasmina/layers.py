@@ -138,7 +138,10 @@ class Conv2d(Layer):
 
         Elsewhere they run row by row. So 1×1 is a kernel of ours, and other sizes are filled up with zero channels.
         """
-        from esper.kasmina.kernels import mix_channels, resize_channels  # triton comes with CUDA builds only
+        from esper.kasmina.kernels.host_blocks import (  # triton comes with CUDA builds only
+            mix_channels,
+            resize_channels,
+        )
 
         stored = x.permute(STORED["cuda"])  # channels are the last axis of memory
         if self.kernel_size == 1:
@@ -153,7 +156,7 @@ class Conv2d(Layer):
         return resize_channels(y.permute(STORED["cuda"]), self.outputs).permute(BACK["cuda"])
 
     def _cuda_same(self, x: Tensor, weight: Tensor) -> Tensor:
-        from esper.kasmina.row_kernels import same_conv
+        from esper.kasmina.kernels.rows import same_conv
 
         rows = weight.shape[0]
         return unfold_rows(same_conv(fold_rows(x), weight.flatten(0, 1), rows), rows)
@@ -240,7 +243,7 @@ class BatchNorm2d(Layer):
         if not (train and even and x.device.type == "cuda" and self.weight.dim() == 2):
             y, statistics = self(x, train)
             return max_pool(F.relu(y)), statistics
-        from esper.kasmina.kernels import norm_relu_pool  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.host_blocks import norm_relu_pool  # needs triton, which only CUDA builds bring along
 
         y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps)
         shape = self.running_mean.shape
@@ -280,7 +283,7 @@ class GroupNorm(_AffineNorm):
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         rows, wide = x.shape[0], self.width // self.groups
         if has_kernels(x) and wide & (wide - 1) == 0:
-            from esper.kasmina.row_kernels import group_norm_stored
+            from esper.kasmina.kernels.rows import group_norm_stored
 
             stored = x.permute(STORED["cuda"])
             return group_norm_stored(stored, self.weight, self.bias, self.groups, self.eps).permute(BACK["cuda"])
@@ -370,7 +373,7 @@ class Scale(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if has_kernels(x) and self.weight.dim() == 2:
-            from esper.kasmina.row_kernels import scale_stored
+            from esper.kasmina.kernels.rows import scale_stored
 
             return scale_stored(x.permute(STORED["cuda"]), self.weight).permute(BACK["cuda"])
         return x * per_channel(self.weight, x)

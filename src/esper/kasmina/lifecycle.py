@@ -11,8 +11,7 @@ transitions happen by themselves.
 import math
 from dataclasses import dataclass, field, replace
 
-from esper.kasmina.alpha import AlphaController
-from esper.kasmina.blending import gate_parameters
+from esper.kasmina.blending import AlphaController, gate_parameters
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.gates import GATE_OF_TARGET, GATES, GateThresholds, gate_germinate
 from esper.leyline import (

@@ -13,7 +13,7 @@ from esper.kasmina import checkpoint, lifecycle
 from esper.kasmina.body import Body, SegmentedBody
 from esper.kasmina.compare import Comparison, compare, cross_entropy
 from esper.kasmina.harden import harden
-from esper.kasmina.host import Host
+from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
 from esper.kasmina.slot import ISOLATIONS, Isolation, SeedSlot
 from esper.leyline import (

@@ -52,7 +52,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     stored, axis = _as_stored(x)
     recorded = x.requires_grad and torch.is_grad_enabled()
     if stored.dim() == 5 and stored.is_contiguous() and x.device.type == "cuda" and not recorded:
-        from esper.kasmina.row_kernels import take_stored  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.rows import take_stored  # needs triton, which only CUDA builds bring along
 
         return _back(take_stored(stored, rows))
     return _back(stored.index_select(axis, rows))

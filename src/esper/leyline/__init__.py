@@ -28,9 +28,16 @@ from esper.leyline.errors import (
     StorageError,
     UnknownNameError,
 )
-from esper.leyline.outcomes import EpisodeOutcome, GateResult, Measurement, StageChange, mean_of
-from esper.leyline.randomness import derive_seed
-from esper.leyline.signals import HostSignals, SeedReport
+from esper.leyline.numbers import derive_seed
+from esper.leyline.outcomes import (
+    EpisodeOutcome,
+    GateResult,
+    HostSignals,
+    Measurement,
+    SeedReport,
+    StageChange,
+    mean_of,
+)
 from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, slot_id
 from esper.leyline.stages import (
     ACTIVE_STAGES,

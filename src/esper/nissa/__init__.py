@@ -16,8 +16,7 @@ from esper.nissa.events import (
     as_line,
 )
 from esper.nissa.hub import Hub, Sink
-from esper.nissa.log import JsonLines, end_of_lines, read_lines
-from esper.nissa.watch import Watch
+from esper.nissa.sinks import SinkSettings
 
 __all__ = [
     "METRICS",
@@ -25,7 +24,6 @@ __all__ = [
     "EpisodeEnded",
     "Event",
     "Hub",
-    "JsonLines",
     "Metric",
     "Panicked",
     "RoundExamined",
@@ -35,10 +33,8 @@ __all__ = [
     "RunResumed",
     "SeedSuspected",
     "Sink",
+    "SinkSettings",
     "StageChanged",
-    "Watch",
     "as_line",
-    "end_of_lines",
     "find_metric",
-    "read_lines",
 ]

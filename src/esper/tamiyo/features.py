@@ -1,20 +1,100 @@
-"""Signals as a learned policy sees them: named columns, finite, within ± 10.
-
-A column is a name and a formula; the tables below are all there is. A layout lists names, and the features of a fleet
-are the formulas of those names, each over all envs at once. What may be unmeasured is exactly 0 where it is, beside a
-column that says so. Columns of slots say nothing about which slot it is but its depth and width, so what was learned on
-one host can be used on another.
-"""
+"""Observations: the layout of their columns, and signals as features."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
-from esper.tamiyo.observation import ObservationLayout
+from esper.leyline.numbers import require_whole
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
+
+
+class Observation(NamedTuple):
+    """A flat observation, taken apart; leading axes are kept."""
+
+    host: Tensor
+    """(…, host columns)"""
+    slots: Tensor
+    """(…, slots, slot columns)"""
+    offers: Tensor
+    """(…, slots, blueprints, offer columns)"""
+    critic: Tensor
+    """(…, critic columns): the actor never sees them."""
+
+
+@dataclass(frozen=True)
+class ObservationLayout:
+    """Named columns and how many slots and blueprints there are. A plain vector has host columns alone."""
+
+    host: tuple[str, ...]
+    slot: tuple[str, ...] = ()
+    offer: tuple[str, ...] = ()
+    critic: tuple[str, ...] = ()
+    slots: int = 0
+    blueprints: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "blueprints"):
+            require_whole(name, getattr(self, name), 0)
+        if not self.size:
+            raise BadValueError("an observation needs at least one column")
+        if bool(self.slots) != bool(self.slot):
+            raise BadValueError(f"{self.slots} slots of {len(self.slot)} columns; give both or neither")
+        if self.offer and not self.slots * self.blueprints:
+            raise BadValueError(f"columns of offers, but {self.slots} slots and {self.blueprints} blueprints")
+        if repeated := {name for name in self.column_names if self.column_names.count(name) > 1}:
+            raise BadValueError(f"column names must be unique; {sorted(repeated)} are not")
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers in each of the four parts."""
+        offers = self.slots * self.blueprints * len(self.offer)
+        return len(self.host), self.slots * len(self.slot), offers, len(self.critic)
+
+    @property
+    def size(self) -> int:
+        """Numbers in a flat observation."""
+        return sum(self.sizes)
+
+    def split(self, flat: Tensor) -> Observation:
+        """Take a flat observation (…, size) apart, by views."""
+        host, slots, offers, critic = flat.split(self.sizes, -1)
+        return Observation(
+            host,
+            slots.unflatten(-1, (self.slots, len(self.slot))),
+            offers.unflatten(-1, (self.slots, self.blueprints, len(self.offer))),
+            critic,
+        )
+
+    def columns(self) -> Tensor:
+        """(size,): for each number the index of its statistics, which all slots and all offers of a kind share."""
+        host, slot, offer, critic = (len(names) for names in (self.host, self.slot, self.offer, self.critic))
+        parts = [
+            torch.arange(host),
+            (host + torch.arange(slot)).repeat(self.slots),
+            (host + slot + torch.arange(offer)).repeat(self.slots * self.blueprints),
+            host + slot + offer + torch.arange(critic),
+        ]
+        return torch.cat(parts)
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """A name per statistic."""
+        return (
+            *self.host,
+            *(f"slot.{name}" for name in self.slot),
+            *(f"offer.{name}" for name in self.offer),
+            *(f"critic.{name}" for name in self.critic),
+        )
+
+
+def vector_layout(size: int) -> ObservationLayout:
+    """The layout of an observation that is just a vector."""
+    return ObservationLayout(host=tuple(f"x{index}" for index in range(size)))
+
 
 LIMIT = 10.0
 """No column leaves ± this."""
@@ -162,7 +242,7 @@ def signals_to_features(signals: TrainingSignals, layout: ObservationLayout) -> 
     return torch.cat([part.flatten(1) for part in parts], -1)
 
 
-def tell_end(features: Tensor, layout: ObservationLayout, control_end: Tensor) -> Tensor:
+def fill_in_control_end(features: Tensor, layout: ObservationLayout, control_end: Tensor) -> Tensor:
     """Features (steps, N, size) of episodes that are over, with what their controls (N,) came to.
 
     No action reaches a control, so its whole life may be known to the baseline that advantages are measured from: they

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_positive, require_whole
+from esper.tamiyo.features import Observation, ObservationLayout
 from esper.tamiyo.heads import ActionHead, ActionTable, MaskedCategorical, Masks
-from esper.tamiyo.observation import Observation, ObservationLayout
 
-Memory = tuple[Tensor, Tensor]
+HiddenState = tuple[Tensor, Tensor]
 """The LSTM's state: hidden and cell, (n, hidden) each."""
 
 FORGET_BIAS = 1.0
@@ -203,7 +203,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             assert isinstance(first, nn.Linear)
             first.bias.copy_(torch.tensor(self.config.first_bias))
 
-    def initial_memory(self, n: int) -> Memory:
+    def initial_state(self, n: int) -> HiddenState:
         """An empty memory for n envs."""
         zero = self.critic_out.weight.new_zeros((n, self.config.hidden))
         return zero, zero.clone()
@@ -227,20 +227,20 @@ class FactoredRecurrentActorCritic(nn.Module):
         embedded: Tensor = self.slot_encoder(torch.cat(parts, -1))
         return embedded
 
-    def step(self, trunk: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def step(self, trunk: Tensor, hidden_state: HiddenState) -> tuple[Tensor, HiddenState]:
         """One step of n envs: (n, encoder) → (n, hidden) and the memory after it."""
         if not self.config.recurrent:
-            memory = self.initial_memory(len(trunk))
+            hidden_state = self.initial_state(len(trunk))
         input_weight, memory_weight, input_bias, memory_bias = self._lstm_weights()
-        memory = torch.lstm_cell(trunk, memory, input_weight, memory_weight, input_bias, memory_bias)
-        return memory[0], memory
+        hidden_state = torch.lstm_cell(trunk, hidden_state, input_weight, memory_weight, input_bias, memory_bias)
+        return hidden_state[0], hidden_state
 
     def _lstm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of inputs and of the memory, biases likewise."""
         input_weight, memory_weight, input_bias, memory_bias = self.lstm.all_weights[0]
         return input_weight, memory_weight, input_bias, memory_bias
 
-    def unroll(self, trunk: Tensor, stretches: Stretches, memory: Memory) -> Tensor:
+    def unroll(self, trunk: Tensor, stretches: Stretches, hidden_state: HiddenState) -> Tensor:
         """Whole sequences, longest first, with the memory that each begins with: (steps, encoder) → (steps, hidden)."""
         if not self.config.recurrent:
             hidden, _ = self.lstm(trunk.unsqueeze(0))
@@ -249,7 +249,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         sizes = [size * time for size, time in stretches.blocks]
         if stretches.place is not None:
             trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.place, trunk)
-        state, parts = (memory[0].unsqueeze(0), memory[1].unsqueeze(0)), []
+        state, parts = (hidden_state[0].unsqueeze(0), hidden_state[1].unsqueeze(0)), []
         for (size, time), block in zip(stretches.blocks, trunk.split(sizes), strict=True):
             state = state[0][:, :size].contiguous(), state[1][:, :size].contiguous()
             hidden, state = self.lstm(block.view(time, size, -1), state)

@@ -110,7 +110,7 @@ class Bank:
         gate = self._call("gate", weights, h) if "gate" in self.styles else None
         style, multiplies = self.style.index_select(0, members), "multiply" in self.styles
         if has_kernels(h):
-            from esper.tolaria.blend_kernel import blend_images  # needs triton, which only CUDA builds bring along
+            from esper.kasmina.kernels.blending import blend_images  # needs triton, which only CUDA builds bring along
 
             return blend_images(h, delta, gate, style, strength, valid, multiplies=multiplies)
         effect = delta

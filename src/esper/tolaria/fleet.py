@@ -30,16 +30,13 @@ from esper.leyline import (
 from esper.tolaria.banks import Bank, bucket
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
-from esper.tolaria.governor import Governor, GovernorConfig, Panic
+from esper.tolaria.governor import Governor, GovernorConfig, Panic, SnapshotStore
 from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
-from esper.tolaria.measure import FleetComparison, measure, measure_committed
-from esper.tolaria.needs import PassNeeds, default_budget
+from esper.tolaria.measurement import FleetComparison, measure, measure_committed
+from esper.tolaria.memory import PassMemory, default_budget, memory_guard
 from esper.tolaria.passes import PassResult, StackedHost
-from esper.tolaria.planning import eval_rows, make_plan
-from esper.tolaria.rows import LEAST_ROWS, Plan, Rows
-from esper.tolaria.shortage import memory_guard
-from esper.tolaria.snapshots import SnapshotStore
+from esper.tolaria.rows import LEAST_ROWS, PassPlan, Rows, eval_rows, make_plan
 from esper.tolaria.stacked import StackedOptimizer, per_member
 from esper.tolaria.tasks import Task
 
@@ -94,7 +91,7 @@ class HostFleet(Lifecycles):
         self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes
         if self.validation_bytes < 1:
             raise BadValueError(f"validation_bytes {self.validation_bytes} must be positive")
-        self._plan: Plan | None = None
+        self._plan: PassPlan | None = None
         with memory_guard(self, "loading the data"):
             self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
         with memory_guard(self, "building the fleet"):
@@ -122,7 +119,7 @@ class HostFleet(Lifecycles):
         self._norms: dict[tuple[str, str], Tensor] = {}
         self.step_index = 0
         self.losses = torch.full((n,), float("nan"))
-        self._needs: PassNeeds | None = None
+        self._needs: PassMemory | None = None
         self.governor = Governor(n, task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
         self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
@@ -186,7 +183,7 @@ class HostFleet(Lifecycles):
             rates = (torch.tensor(value, dtype=self.dtype, device=self.device) for value in (rate, warm))
             return self.run_minibatch(self.plan, samples, *rates)
 
-    def run_minibatch(self, plan: Plan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
+    def run_minibatch(self, plan: PassPlan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
         """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
         for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
             weights.zero_grad()
@@ -255,10 +252,10 @@ class HostFleet(Lifecycles):
             needs = self._pass_needs()
             return measure_committed(self, needs, self.batches.test() if final else needs.samples)
 
-    def _pass_needs(self) -> PassNeeds:
+    def _pass_needs(self) -> PassMemory:
         if self._needs is None:
             inputs = self.batches.calibration(self.task.calibration_size)
-            self._needs = PassNeeds(self, self.batches.validation(), inputs)
+            self._needs = PassMemory(self, self.batches.validation(), inputs)
         return self._needs
 
     def govern(self, found: FleetComparison) -> list[Panic]:
@@ -282,7 +279,7 @@ class HostFleet(Lifecycles):
     # -- structure ----------------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PassPlan:
         """Main rows, shadow rows and what acts on them, as the structure is now."""
         if self._plan is None:
             for (slot_id, blueprint), bank in self.banks.items():

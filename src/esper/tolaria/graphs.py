@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esper.tolaria.batches import Samples
-from esper.tolaria.rows import Plan
+from esper.tolaria.rows import PassPlan
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -28,7 +28,7 @@ STRUCTURES_KEPT = 4096
 Structure = tuple[object, ...]
 
 
-def structure(plan: Plan) -> Structure:
+def structure(plan: PassPlan) -> Structure:
     """What must be equal for one graph to serve two plans."""
     births = () if plan.shadow is None else tuple((birth.place, len(birth.parents)) for birth in plan.shadow.births)
     acts = tuple(
@@ -39,7 +39,7 @@ def structure(plan: Plan) -> Structure:
     return births, acts
 
 
-def plan_tensors(plan: Plan) -> list[Tensor]:
+def plan_tensors(plan: PassPlan) -> list[Tensor]:
     """All tensors that a minibatch reads of a plan, in an order that depends on its structure alone."""
     tensors = []
     if plan.shadow is not None:
@@ -56,8 +56,8 @@ class _Captured:
     """A graph with the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    plan: Plan
-    current: Plan
+    plan: PassPlan
+    current: PassPlan
     """The plan whose values are in `plan`."""
     losses: Tensor
     norms: dict[tuple[str, str], Tensor]
@@ -107,7 +107,7 @@ class MinibatchGraphs:
             self._samples = Samples(*(torch.empty_like(part) for part in samples))
         return self._samples
 
-    def _capture(self, plan: Plan, samples: Samples) -> _Captured:
+    def _capture(self, plan: PassPlan, samples: Samples) -> _Captured:
         while len(self._graphs) >= self.kept:
             self._graphs.popitem(last=False)
         self.captures += 1

@@ -1,19 +1,101 @@
-"""One pass: the rows of a fleet from the input to the output, to train, validate, ablate and probe them."""
+"""Passes of rows through the stacked hosts, and scores of what comes out."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from esper.kasmina.cnn import ConvSegment, PooledSegment, PoolSegment
-from esper.kasmina.host import Host
+from esper.kasmina.compare import RowScore
+from esper.kasmina.hosts import ConvSegment, Host, PooledSegment, PoolSegment
 from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
 from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
-from esper.tolaria.lanes import Lanes
-from esper.tolaria.rows import Act, Plan, Rows
+from esper.tolaria.batches import Samples
+from esper.tolaria.rows import Act, PassPlan, Rows
 from esper.tolaria.stacked import StackedWeights
+
+LANES = 6
+
+T = TypeVar("T")
+
+
+class CudaStreams:
+    """Side streams of a device."""
+
+    def __init__(self, device: torch.device, count: int = LANES) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
+
+    @contextmanager
+    def over(self, items: Sequence[T]) -> Iterator[Iterator[T]]:
+        """Items in turn, each with its lane as the current stream; at the end all lanes are waited for.
+
+        The item at an index has the same lane in every call.
+        """
+        if not self._streams or not torch.cuda.is_current_stream_capturing():
+            yield iter(items)
+            return
+        main = torch.cuda.current_stream()
+        used = self._streams[: len(items)]
+
+        def walk() -> Generator[T]:
+            for stream in used:
+                stream.wait_stream(main)
+            for index, item in enumerate(items):
+                with torch.cuda.stream(used[index % len(used)]):
+                    yield item
+
+        walking = walk()
+        try:
+            yield walking
+        finally:
+            walking.close()  # after an error a lane would stay the current stream, and the capture could not end
+            for stream in used:
+                main.wait_stream(stream)
+
+
+if TYPE_CHECKING:
+    from esper.tolaria.fleet import HostFleet
+
+CHUNK = {"cpu": 512, "cuda": 4096}
+"""Most inputs per pass: what caches like, and what saves launches."""
+
+
+@torch.no_grad()
+def score_rows(
+    fleet: "HostFleet", rows: Rows, samples: Samples, calibration: Tensor | None, *, chunk: int | None = None
+) -> list[RowScore]:
+    """Score all rows on the same inputs, calibrated on training inputs or, with None, by the running statistics."""
+    chunk = chunk or CHUNK[fleet.device.type]
+    statistics = None if calibration is None else calibrate(fleet, rows, calibration)
+    correct, losses = [], []
+    for inputs, targets in zip(samples.inputs.split(chunk), samples.targets.split(chunk), strict=True):
+        found = score(fleet, rows, Samples(inputs, targets), statistics)
+        correct.append(found.correct)
+        losses.append(found.losses)
+    return [RowScore(*row) for row in zip(torch.cat(correct, 1), torch.cat(losses, 1), strict=True)]
+
+
+def spread(fleet: "HostFleet", rows: Rows, x: Tensor) -> Tensor:
+    """The same inputs for every row that is born at the start."""
+    x = x.to(fleet.compute) if x.is_floating_point() else x
+    return x.expand(len(rows.births[0].parents), *x.shape)
+
+
+def calibrate(fleet: "HostFleet", rows: Rows, inputs: Tensor) -> list[Statistics]:
+    """Statistics of each row: one train-mode pass, as they are those of the whole batch."""
+    return fleet.host.run(rows, spread(fleet, rows, inputs), train=True).statistics
+
+
+def score(fleet: "HostFleet", rows: Rows, samples: Samples, statistics: list[Statistics] | None) -> RowScore:
+    """All rows on a chunk of inputs: (R, predictions) both."""
+    inputs, targets = samples
+    logits = fleet.host.run(rows, spread(fleet, rows, inputs), train=False, statistics=statistics).output
+    wanted = targets.expand(len(logits), *targets.shape)
+    loss = F.cross_entropy(logits.flatten(0, -2).to(fleet.dtype), wanted.flatten(), reduction="none")
+    return RowScore((logits.argmax(-1) == wanted).flatten(1), loss.view(len(logits), -1))
 
 
 class PassResult(NamedTuple):
@@ -49,7 +131,7 @@ class StackedHost:
         self.skeleton = hosts[0].to(device=device, dtype=dtype)
         joined = _joined(list(self.skeleton.segments), places)
         self._segments = [None if segment is None else RowCall(segment) for segment in joined]
-        self.compute, self.lanes = compute, Lanes(device)
+        self.compute, self.lanes = compute, CudaStreams(device)
         shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)
         self.buffers = {
@@ -110,7 +192,7 @@ class StackedHost:
                 h = _acted(h, rows.acts[index], self.lanes)
         return PassResult(h, found, taps)
 
-    def train(self, plan: Plan, x: Tensor) -> tuple[PassResult, Tensor | None]:
+    def train(self, plan: PassPlan, x: Tensor) -> tuple[PassResult, Tensor | None]:
         """The main rows from the input `x` (R, B, …), and the outputs of the shadow rows that are born from them.
 
         Both walk through the host side by side, as only main rows train it; where banks act they are one.
@@ -137,7 +219,7 @@ class StackedHost:
         return PassResult(h, found, {}), beside
 
 
-def _acted(h: Tensor, acts: Sequence[Act], lanes: Lanes) -> Tensor:
+def _acted(h: Tensor, acts: Sequence[Act], lanes: CudaStreams) -> Tensor:
     """The streams with what all banks of one slot add. A row has one seed there, so no bank waits for another."""
     if not torch.is_grad_enabled():
         result = copy_rows(h)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 from esper.tamiyo import ActionHead, ActionTable
-from esper.tamiyo.network import Memory
+from esper.tamiyo.network import HiddenState
 
 TABLE = ActionTable((ActionHead("op", 3), ActionHead("slot", 2, matters=(False, True, True), given="op")))
 SIZE, HIDDEN = 5, 4
@@ -23,7 +23,7 @@ def make_buffer(n_envs: int = 3, capacity: int = 6, hidden: int = HIDDEN, device
     return buffer
 
 
-def memory_of(n_envs: int, hidden: int = HIDDEN, device: str = "cpu") -> Memory:
+def memory_of(n_envs: int, hidden: int = HIDDEN, device: str = "cpu") -> HiddenState:
     """Hidden k + 1 and cell −(k + 1) in row k."""
     rows = torch.arange(1.0, n_envs + 1, device=device).unsqueeze(1).repeat(1, hidden)
     return rows, -rows
@@ -59,7 +59,7 @@ def fill(buffer: TamiyoRolloutBuffer, lengths: Sequence[int], ends: Sequence[tup
 def contents(buffer: TamiyoRolloutBuffer) -> dict[str, Tensor]:
     """All tensors of a buffer, by name."""
     tensors = {name: value for name, value in vars(buffer).items() if isinstance(value, Tensor)}
-    named = {"hidden": buffer.memory[0], "cell": buffer.memory[1]}
+    named = {"hidden": buffer.hidden_state[0], "cell": buffer.hidden_state[1]}
     return tensors | named | {f"masks.{name}": mask for name, mask in buffer.masks.items()}
 
 

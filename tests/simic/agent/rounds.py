@@ -85,15 +85,15 @@ def collect(
     )  # fmt: skip
     lengths = torch.randint(steps // 3, steps + 1, (n_envs,), generator=generator).tolist() if ragged else []
     carried = (torch.randn(2, n_envs, hidden, generator=generator) * 0.5).to(agent.device)
-    memory = (carried[0], carried[1])
-    buffer.begin(memory, agent.epsilon)
+    hidden_state = (carried[0], carried[1])
+    buffer.begin(hidden_state, agent.epsilon)
     for step in range(steps):
         observations = torch.randn(n_envs, agent.layout.size, generator=generator).to(agent.device)
         masks = random_masks(table, n_envs, generator)
         if narrow is not None:
             narrow(masks, step)
         masks = {name: mask.to(agent.device) for name, mask in masks.items()}
-        decision, values, memory = agent.act(observations, masks, memory, epsilon=buffer.epsilon)
+        decision, values, hidden_state = agent.act(observations, masks, hidden_state, epsilon=buffer.epsilon)
         ends = (torch.rand(n_envs, generator=generator) < 0.2).to(agent.device)
         truncated = ends & (torch.rand(n_envs, generator=generator) < 0.5).to(agent.device)
         rewards, following = (torch.randn(2, n_envs, generator=generator) * scale).to(agent.device)
@@ -109,7 +109,7 @@ def collect(
         )
         envs = [env for env in range(n_envs) if not ragged or step < lengths[env]]
         buffer.add(rows_of(whole, envs), envs)
-        memory = (memory[0].where(~ends.unsqueeze(1), 0.0), memory[1].where(~ends.unsqueeze(1), 0.0))
+        hidden_state = (hidden_state[0].where(~ends.unsqueeze(1), 0.0), hidden_state[1].where(~ends.unsqueeze(1), 0.0))
     buffer.cut(torch.zeros(n_envs, device=agent.device))
     return buffer
 
@@ -163,9 +163,9 @@ def gap(first: Gradients, second: Gradients) -> float:
 
 def rows_alone(buffer: TamiyoRolloutBuffer, envs: list[int]) -> TamiyoRolloutBuffer:
     """Some rows of a round that is not ragged, as a round of their own."""
-    size, hidden = buffer.observations.shape[-1], buffer.memory[0].shape[-1]
+    size, hidden = buffer.observations.shape[-1], buffer.hidden_state[0].shape[-1]
     part = TamiyoRolloutBuffer(len(envs), buffer.capacity, size, buffer.table, hidden, tasks=buffer.tasks[envs])
-    part.begin((buffer.memory[0][envs], buffer.memory[1][envs]), buffer.epsilon)
+    part.begin((buffer.hidden_state[0][envs], buffer.hidden_state[1][envs]), buffer.epsilon)
     for step in range(buffer.capacity):
         masks = {name: mask[:, step] for name, mask in buffer.masks.items()}
         tensors = (buffer.actions, buffer.log_probs, buffer.values, buffer.rewards, buffer.ends, buffer.bootstraps)

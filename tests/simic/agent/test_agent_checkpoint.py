@@ -18,9 +18,9 @@ from rounds import collect, gap, make_agent, weights_of
 from torch import Tensor
 
 from esper.leyline import CheckpointError
-from esper.leyline.stored import read_stored, write_stored
 from esper.simic.agent import PPOAgent, checkpoint, load_agent, save_agent
 from esper.simic.agent.checkpoint import AGENT, agent_tensors, restore_tensors
+from esper.storage.stored import read_stored, write_stored
 
 Json = dict[str, Any]  # Any: parsed JSON
 Tensors = dict[str, Tensor]

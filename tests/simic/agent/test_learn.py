@@ -13,10 +13,9 @@ from gymnasium import spaces
 
 from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import Learned, NotFiniteError, PPOConfig, SpaceError, learn
-from esper.simic.agent.learning import Collector
+from esper.simic.agent.environments import EnvBatch, SpaceCodec
+from esper.simic.agent.learning import RolloutCollector
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.agent.spaces import SpaceCodec
-from esper.simic.agent.vector import EnvBatch
 from esper.tamiyo import EmptyMaskError, NetworkConfig
 
 SMALL = PPOConfig(NetworkConfig(encoder=8, hidden=8, head=8), steps=8, epochs=2, minibatches=2)
@@ -66,11 +65,11 @@ class Bandit(gym.Env[Any, Any]):
         return self._see(), reward, done and not self.truncates, done and self.truncates, self._info()
 
 
-def collect(make: Made, config: PPOConfig = SMALL, n: int = 4) -> tuple[Collector, list[Bandit]]:
+def collect(make: Made, config: PPOConfig = SMALL, n: int = 4) -> tuple[RolloutCollector, list[Bandit]]:
     """A collector after one round, and its environments."""
     envs = EnvBatch(make, n)
     agent = PPOAgent(envs.codec.table, envs.codec.layout, config, total_updates=10)
-    collector = Collector(envs, agent, [])
+    collector = RolloutCollector(envs, agent, [])
     envs.reset(0)
     collector.collect()
     return collector, [env for env in envs.envs if isinstance(env, Bandit)]
@@ -165,22 +164,22 @@ def test_the_bootstrap_sees_the_last_observation_with_the_carried_memory() -> No
     """Requirement 11, by hand: one more step of the network from the memory after the last action."""
     collector, _ = collect(lambda: Bandit(length=4, truncates=True))
     agent, buffer = collector.agent, collector.buffer
-    network, memory = agent.network, agent.network.initial_memory(4)
+    network, hidden_state = agent.network, agent.network.initial_state(4)
     with torch.no_grad():
         for step in range(4):
-            _, memory = network.step(network.encode(buffer.observations[:, step]).trunk, memory)
+            _, hidden_state = network.step(network.encode(buffer.observations[:, step]).trunk, hidden_state)
         last = torch.full((4, 2), 0.4)  # time 4
         encoded = network.encode(last)  # statistics still are mean 0, deviation 1
-        core, _ = network.step(encoded.trunk, memory)
+        core, _ = network.step(encoded.trunk, hidden_state)
         expected = agent.values_of(network.value(core, encoded), buffer.tasks)
     torch.testing.assert_close(buffer.bootstraps[:, 3], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_is_empty_after_an_episode() -> None:
     collector, _ = collect(lambda: Bandit(length=8))
-    assert all(float(part.abs().max()) == 0 for part in collector.memory)
+    assert all(float(part.abs().max()) == 0 for part in collector.hidden_state)
     collector, _ = collect(lambda: Bandit(length=9))
-    assert all(float(part.abs().max()) > 0 for part in collector.memory)
+    assert all(float(part.abs().max()) > 0 for part in collector.hidden_state)
 
 
 def test_statistics_take_in_each_round_once_and_freeze() -> None:

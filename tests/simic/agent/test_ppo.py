@@ -204,12 +204,12 @@ def bandit(logit_penalty: float, updates: int = 200) -> list[float]:
     )  # fmt: skip
     agent = PPOAgent(arms, vector_layout(2), config, total_updates=updates)
     buffer = TamiyoRolloutBuffer(n, 1, 2, arms, network.hidden)
-    seen, masks, memory = torch.ones(n, 2), arms.open_masks(n), agent.network.initial_memory(n)
+    seen, masks, hidden_state = torch.ones(n, 2), arms.open_masks(n), agent.network.initial_state(n)
     ends, nothing = torch.ones(n, dtype=torch.bool), torch.zeros(n)
     curve: list[float] = []
     while len(curve) < updates and (not curve or curve[-1] <= 0.5):
-        buffer.begin(memory)
-        decision, values, _ = agent.act(seen, masks, memory)
+        buffer.begin(hidden_state)
+        decision, values, _ = agent.act(seen, masks, hidden_state)
         rewards = (decision.actions[:, 0] == 2).float()
         values = agent.values_of(values, buffer.tasks)
         buffer.add(Step(seen, masks, decision.actions, decision.log_probs, values, rewards, ends, nothing))
@@ -222,7 +222,7 @@ def bandit(logit_penalty: float, updates: int = 200) -> list[float]:
 def probabilities(agent: PPOAgent, seen: Tensor) -> Tensor:
     """Of the first head's choices, with an empty memory."""
     network = agent.network
-    core, _ = network.step(network.encode(seen).trunk, network.initial_memory(1))
+    core, _ = network.step(network.encode(seen).trunk, network.initial_state(1))
     return torch.softmax(network.heads["action0"](network.actor(core)), -1)[0]
 
 
@@ -241,7 +241,7 @@ def test_the_memory_sees_columns_of_one_scale() -> None:
     scales = torch.logspace(-3, 3, 7)
     raw = 5 * scales + scales * torch.randn(4096, 7)
     agent.observations.update(raw)
-    seen = agent.see(raw)
+    seen = agent.normalise(raw)
     assert seen.mean(0).abs().max() < 1e-3
     assert (seen.std(0) - 1).abs().max() < 1e-2
-    assert agent.see(1e6 * raw).abs().max() <= 10
+    assert agent.normalise(1e6 * raw).abs().max() <= 10

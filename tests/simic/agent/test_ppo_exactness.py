@@ -248,11 +248,11 @@ def test_looking_back_at_what_was_seen_finds_the_same_values(kind: str) -> None:
     agent.returns.update(torch.randn(100) * 5 + 3, torch.arange(100) % 2, torch.ones(100, dtype=torch.bool))
     buffer = collect(agent, tasks=torch.arange(8) % 2)
     before, log_probs = buffer.values.clone(), buffer.log_probs.clone()
-    agent.look_back(buffer)
+    agent.recompute_values(buffer)
     torch.testing.assert_close(buffer.values, before, rtol=1e-4, atol=1e-4)
     if kind == "core":
         buffer.observations[..., -1] += 1.0
-        agent.look_back(buffer)
+        agent.recompute_values(buffer)
         moved = (buffer.values - before).abs() > 1e-3
         assert bool((moved == buffer.valid).all()), "every step, and nothing behind the last"
         assert torch.equal(buffer.log_probs, log_probs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.leyline import LifecycleOp
 from esper.simic.agent import HeadMetrics, PPOUpdateMetrics, compute_gae
-from esper.simic.agent.record import UpdateRecord
+from esper.simic.agent.metrics import UpdateRecord
 
 
 def assert_truthful(record: PPOUpdateMetrics | HeadMetrics) -> None:

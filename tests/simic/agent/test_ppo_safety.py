@@ -11,7 +11,7 @@ from torch import Tensor
 from esper.leyline import BadValueError, UnknownNameError
 from esper.simic.agent import BehaviourGapError, NotFiniteError, PPOAgent, PPOConfig, TamiyoRolloutBuffer
 from esper.simic.agent.config import FAILURES_ALLOWED, KL_STOP
-from esper.simic.agent.record import UpdateRecord
+from esper.simic.agent.metrics import UpdateRecord
 from esper.tamiyo import EmptyMaskError, discrete_table
 
 NAN = float("nan")
@@ -187,10 +187,10 @@ def test_a_buffer_that_does_not_fit_is_refused(name: str, buffer: TamiyoRolloutB
 def test_acting_reads_the_device_once() -> None:
     """Requirement 65: one guard for all heads and envs."""
     agent = make_agent("full")
-    memory, masks = agent.network.initial_memory(4), agent.table.open_masks(4)
-    agent.act(torch.randn(4, LAYOUT.size), masks, memory)  # the table remembers what it looks at once
+    hidden_state, masks = agent.network.initial_state(4), agent.table.open_masks(4)
+    agent.act(torch.randn(4, LAYOUT.size), masks, hidden_state)  # the table remembers what it looks at once
     with Operations() as operations:
-        agent.act(torch.randn(4, LAYOUT.size), masks, memory, epsilon=0.1)
+        agent.act(torch.randn(4, LAYOUT.size), masks, hidden_state, epsilon=0.1)
     assert operations.reads == 1
 
 
@@ -201,7 +201,7 @@ def test_an_empty_mask_is_named() -> None:
     only("op", 1)(masks, 0)
     masks["blueprint"][2] = False
     with pytest.raises(EmptyMaskError, match="head 'blueprint' allows env 2 nothing"):
-        agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_memory(4))
+        agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_state(4))
 
 
 def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
@@ -209,7 +209,7 @@ def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
     agent = make_agent("core")
     masks = {name: torch.zeros_like(mask) for name, mask in agent.table.open_masks(4).items()}
     masks["op"][:, 0] = True
-    decision, _, _ = agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_memory(4))
+    decision, _, _ = agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_state(4))
     assert bool(decision.forced.all())
 
 
@@ -223,7 +223,7 @@ def test_an_observation_that_is_not_finite_is_named(column: int, name: str, valu
     observations = torch.randn(4, LAYOUT.size)
     observations[3, column] = value
     with pytest.raises(NotFiniteError, match=rf"column {column} \({name}\) of the observation of env 3 is {value}"):
-        agent.act(observations, agent.table.open_masks(4), agent.network.initial_memory(4))
+        agent.act(observations, agent.table.open_masks(4), agent.network.initial_state(4))
 
 
 def test_damaged_weights_are_named() -> None:
@@ -231,7 +231,7 @@ def test_damaged_weights_are_named() -> None:
     agent = make_agent("core")
     agent.network.critic_out.bias.data.fill_(NAN)
     with pytest.raises(NotFiniteError, match="weights are damaged"):
-        agent.act(torch.randn(2, LAYOUT.size), agent.table.open_masks(2), agent.network.initial_memory(2))
+        agent.act(torch.randn(2, LAYOUT.size), agent.table.open_masks(2), agent.network.initial_state(2))
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from esper.leyline import BadValueError
 from esper.simic.agent import rollout
 from esper.tamiyo import FactoredRecurrentActorCritic, NetworkConfig, vector_layout
-from esper.tamiyo.network import Memory, Stretches
+from esper.tamiyo.network import HiddenState, Stretches
 
 # -- cutting into sequences -------------------------------------------------------------------------------------------
 
@@ -37,8 +37,8 @@ def test_memory_at_the_beginning_of_a_sequence() -> None:
     fill(buffer, [10, 4, 6], ends=[(0, 1), (0, 2), (2, 3)])
     batch = buffer.batch(buffer.sequences(), [0, 1, 2])
     # longest first, in order among equals: 7 (row 0), 4 (row 1), 4 (row 2), 2 (row 0), 2 (row 2), 1 (row 0)
-    assert batch.memory[0][:, 0].tolist() == [0.0, 2.0, 3.0, 1.0, 0.0, 0.0]
-    assert batch.memory[1][:, -1].tolist() == [0.0, -2.0, -3.0, -1.0, 0.0, 0.0]
+    assert batch.hidden_state[0][:, 0].tolist() == [0.0, 2.0, 3.0, 1.0, 0.0, 0.0]
+    assert batch.hidden_state[1][:, -1].tolist() == [0.0, -2.0, -3.0, -1.0, 0.0, 0.0]
 
 
 LENGTHS = st.lists(st.integers(0, 21), min_size=1, max_size=6).filter(any)
@@ -112,13 +112,13 @@ def test_blocks_unroll_what_was_collected(lengths: list[int], ends: list[tuple[i
     with torch.no_grad():
         trunk = NETWORK.encode(buffer.observations.flatten(0, 1)).trunk
         for row, length in enumerate(lengths):
-            memory: Memory = (buffer.memory[0][row : row + 1], buffer.memory[1][row : row + 1])
+            hidden_state: HiddenState = (buffer.hidden_state[0][row : row + 1], buffer.hidden_state[1][row : row + 1])
             for column in range(length):
-                wanted[row, column], memory = NETWORK.step(trunk[row * 21 + column].unsqueeze(0), memory)
+                wanted[row, column], hidden_state = NETWORK.step(trunk[row * 21 + column].unsqueeze(0), hidden_state)
                 if buffer.ends[row, column]:
-                    memory = NETWORK.initial_memory(1)
+                    hidden_state = NETWORK.initial_state(1)
         batch = buffer.batch(buffer.sequences(), range(len(lengths)))
-        found = NETWORK.unroll(trunk[batch.cells], batch.stretches, batch.memory)
+        found = NETWORK.unroll(trunk[batch.cells], batch.stretches, batch.hidden_state)
     assert torch.allclose(found, wanted.flatten(0, 1)[batch.cells], atol=1e-6)
 
 

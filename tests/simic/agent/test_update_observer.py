@@ -18,7 +18,7 @@ class Witness:
         self.cells: list[Tensor] = []
         self.joint: list[Tensor] = []
 
-    def see_minibatch(self, network: nn.Module, cells: Tensor, log_ratios: Tensor, decided: Tensor) -> None:
+    def on_minibatch(self, network: nn.Module, cells: Tensor, log_ratios: Tensor, decided: Tensor) -> None:
         """All of it, as numbers."""
         squares = [weight.grad.square().sum() for weight in network.parameters() if weight.grad is not None]
         self.norms.append(float(torch.stack(squares).sum().sqrt()))

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper.leyline import BadValueError, UnknownNameError
-from esper.simic.control import RunningMeanStd, normalisers, statistics
-from esper.simic.control.statistics import StatisticsMode
+from esper.simic import control as normalisers
+from esper.simic import control as statistics
+from esper.simic.control import RunningMeanStd, StatisticsMode
 
 
 def column(*values: float) -> Tensor:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from esper.leyline import BadValueError, EpisodeOutcome, SeedStage
 from esper.simic.rewards import Family, RewardBreakdown, RewardConfig, RewardInputs, compute_reward, relative_loss, rent
-from esper.simic.rewards.potentials import STAGE_POTENTIALS, credit, stage_potential, unexplained
-from esper.simic.rewards.transition import SHAPING
+from esper.simic.rewards.potentials import SHAPING, STAGE_POTENTIALS, credit, stage_potential, unexplained
 from esper.tolaria import get_task
 
 FAMILIES: tuple[Family, ...] = ("paired", "shaped", "simplified", "sparse", "minimal", "loss")

@@ -44,7 +44,7 @@ def with_facts(kind: str, words: str, rounds: int = 1, subject: str = "", **chan
     return Case(kind, metrics_with(), replace(ORDINARY.facts, **changes), words, rounds, subject)
 
 
-def memory(hidden: float = 0.3, cell: float = 1.5, dead: int = 0) -> Any:
+def hidden_state(hidden: float = 0.3, cell: float = 1.5, dead: int = 0) -> Any:
     """The health of a memory of equal numbers, with some dead units."""
     state = torch.full((6, 8), hidden)
     state[:, :dead] = 0.0
@@ -95,10 +95,12 @@ CASES = [
         "gradient_vanishing", metrics_with_head("slot", grad_norm=1e-8), ORDINARY.facts, "head slot is 1e-08", 2, "slot"
     ),
     with_metrics("gradient_exploding", "is 200 (limit 100)", pre_clip_grad_norm=200.0),
-    with_facts("lstm_not_finite", "is 48", lstm=memory(cell=math.nan)),
-    with_facts("lstm_extreme", "root mean square of the LSTM's cells is 12", subject="cell", lstm=memory(cell=12.0)),
-    with_facts("lstm_extreme", "saturated hidden numbers is 1", subject="hidden", lstm=memory(hidden=0.99)),
-    with_facts("lstm_dead", "silent LSTM units is 0.625", lstm=memory(dead=5)),
+    with_facts("lstm_not_finite", "is 48", lstm=hidden_state(cell=math.nan)),
+    with_facts(
+        "lstm_extreme", "root mean square of the LSTM's cells is 12", subject="cell", lstm=hidden_state(cell=12.0)
+    ),
+    with_facts("lstm_extreme", "saturated hidden numbers is 1", subject="hidden", lstm=hidden_state(hidden=0.99)),
+    with_facts("lstm_dead", "silent LSTM units is 0.625", lstm=hidden_state(dead=5)),
     with_metrics("behaviour_gap", "is 0.002 (limit 0.001)", behaviour_gap=2e-3),
     with_facts("too_few_commits", "is 0.0417 (limit 0.05), of 4 seeds per episode", 3, committed=1, germinated=96),
     with_facts("no_growth", "number of seeds per episode is 0.125", 3, committed=0, germinated=3),
@@ -118,7 +120,7 @@ def name_of(case: Case) -> str:
 def provoke(case: Case, warmup: int = 6) -> Iterator[tuple[int, Alarm]]:
     """Ordinary rounds, then bad ones, then ordinary ones."""
     detector = AnomalyDetector()
-    ordinary = replace(ORDINARY.facts, acting=200, hacking=4, ransomware=4, lstm=memory())
+    ordinary = replace(ORDINARY.facts, acting=200, hacking=4, ransomware=4, lstm=hidden_state())
     for index in range(warmup + case.rounds + 8):
         bad = warmup <= index < warmup + case.rounds + 2
         metrics, facts = (case.metrics, case.facts) if bad else (metrics_with(), ordinary)

@@ -8,7 +8,7 @@ from simic.telemetry.remote import remote, watched_device
 from torch import Tensor, nn
 
 from esper.simic.agent import TamiyoRolloutBuffer
-from esper.simic.telemetry import Examination, GradientFigures, GradientWatch, compute_lstm_health, worst_health
+from esper.simic.telemetry import Examination, GradientFigures, GradientMonitor, compute_lstm_health, worst_health
 from esper.tamiyo import discrete_table, vector_layout
 
 
@@ -33,7 +33,7 @@ def show(examination: Examination, cells: list[int], ratios: list[list[float]], 
     """A minibatch in which both heads decided everything."""
     log_ratios = torch.tensor(ratios).log()
     decided = torch.ones_like(log_ratios, dtype=torch.bool)
-    examination.see_minibatch(network(gradient), torch.tensor(cells), log_ratios, decided)
+    examination.on_minibatch(network(gradient), torch.tensor(cells), log_ratios, decided)
 
 
 def test_the_worst_ratio_of_each_step() -> None:
@@ -57,7 +57,7 @@ def test_only_what_was_decided() -> None:
     """The other head's ratio is in no joint one and in no count."""
     examination = Examination(a_round(), vector_layout(2))
     log_ratios = torch.tensor([[100.0, 2.0]]).log()
-    examination.see_minibatch(network(1.0), torch.tensor([0]), log_ratios, torch.tensor([[False, True]]))
+    examination.on_minibatch(network(1.0), torch.tensor([0]), log_ratios, torch.tensor([[False, True]]))
     report = examination.report({}).ratios
     assert list(report.examined.values()) == [0, 1, 1]
     assert report.offenders == 0
@@ -98,7 +98,7 @@ def test_several_passes_are_read_once() -> None:
         {"lstm.a": torch.tensor([3.0, 4.0]), "lstm.b": None, "critic.a": None},
         {"lstm.a": torch.tensor([0.0, 1.0]), "lstm.b": torch.tensor([2.0, 2.0]), "critic.a": None},
     ]
-    watch = GradientWatch()
+    watch = GradientMonitor()
     with watched_device() as reads:
         for each in passes:
             watch.add({name: None if found is None else remote(found) for name, found in each.items()})

@@ -66,9 +66,9 @@ def test_not_finite_is_counted_and_hides_nothing() -> None:
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_single_fault_is_found(fault: float, part: int) -> None:
     """Requirement 43: wherever it is."""
-    memory = torch.full((3, 4), 0.1), torch.full((3, 4), 0.1)
-    memory[part][1, 2] = fault
-    health = compute_lstm_health(memory)
+    hidden_state = torch.full((3, 4), 0.1), torch.full((3, 4), 0.1)
+    hidden_state[part][1, 2] = fault
+    health = compute_lstm_health(hidden_state)
     assert health is not None
     assert not health.finite
     assert health.nan + health.inf == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.leyline import BadValueError
-from esper.simic.control.normalisers import CLIP
+from esper.simic.control import CLIP
 from esper.simic.telemetry import ColumnStatistics, observation_statistics
 from esper.tamiyo import ObservationLayout
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from esper.nissa import read_lines
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_config import read_config
-from esper.simic.training.runs import RunFolder
+from esper.simic.training.run_folder import RunFolder, read_config
 from esper.simic.training.trainer import Trainer
+from esper.storage.logs import read_lines
 from esper.tolaria import TaskRegistry, get_task
 
 NAME, ROUNDS = "digits_smallest", 4

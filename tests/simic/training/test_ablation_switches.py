@@ -17,12 +17,11 @@ from esper.leyline import BLEND_STYLES, UnknownNameError, head_preset
 from esper.simic.agent import PPOAgent, losses
 from esper.simic.agent.advantages import compute_per_head_advantages
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.collect import Collector, RoundRecord
+from esper.simic.training.collect import RoundCollector, RoundRecord
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.groups import Groups
-from esper.simic.training.run_config import read_config
-from esper.simic.training.runs import RunFolder
+from esper.simic.training.hosts import Groups
+from esper.simic.training.run_folder import RunFolder, read_config
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.features import SENSED, growth_layout
 from esper.tamiyo.policies import RandomPolicy
@@ -82,13 +81,13 @@ def test_unknown_switches_are_refused() -> None:
 
 def collected(
     reward: RewardConfig | None = None, steps: int = 6, **changes: Any
-) -> tuple[Collector, RoundRecord]:  # Any: as its field
+) -> tuple[RoundCollector, RoundRecord]:  # Any: as its field
     """A round of so many steps by an agent with these settings."""
     task, groups = replace(tiny_task(), steps=steps), Groups(2, 3)
     runner = EpisodeRunner(HostFleet(task, groups.hosts), groups, head_preset("core"))
     config = replace(growth_ppo(), steps=steps, **changes)
     agent = PPOAgent(runner.table, runner.layout, config, total_updates=3)
-    collector = Collector([runner], agent, reward if reward is not None else RewardConfig(), rng_seed=4)
+    collector = RoundCollector([runner], agent, reward if reward is not None else RewardConfig(), rng_seed=4)
     [record] = collector.collect(0)
     return collector, record
 
@@ -123,7 +122,7 @@ def test_without_memory_no_step_knows_the_one_before(recurrent: bool) -> None:
     collector, _ = collected(network=network)
     agent, seen = collector.agent, collector.buffer.observations[:, 3]
     masks = {name: mask[:, 3] for name, mask in collector.buffer.masks.items()}
-    empty = agent.network.initial_memory(len(seen))
+    empty = agent.network.initial_state(len(seen))
     full = (empty[0] + 1, empty[1] - 2)
     draws = torch.full((len(seen), len(agent.table)), 0.4)
     one, value, _ = agent.act(seen, masks, empty, uniform=draws)
@@ -141,10 +140,10 @@ def test_a_critic_without_the_control(informed: bool) -> None:
     masks = {name: mask[:, 3] for name, mask in collector.buffer.masks.items()}
     other = seen.clone()
     other[:, -len(agent.layout.critic) :] += 1.0
-    memory = agent.network.initial_memory(len(seen))
+    hidden_state = agent.network.initial_state(len(seen))
     draws = torch.full((len(seen), len(agent.table)), 0.5)
-    one, value, _ = agent.act(seen, masks, memory, uniform=draws)
-    two, changed, _ = agent.act(other, masks, memory, uniform=draws)
+    one, value, _ = agent.act(seen, masks, hidden_state, uniform=draws)
+    two, changed, _ = agent.act(other, masks, hidden_state, uniform=draws)
     assert torch.equal(value, changed) is not informed
     assert torch.equal(one.log_probs, two.log_probs)
     assert agent.update(collector.buffer).minibatches_taken > 0

@@ -12,13 +12,12 @@ from simic.training.test_every_alarm_in_the_loop import claim, open_all_gates
 from simic.training.tiny import quick_config, quick_trainer
 from torch import Tensor
 
-from esper.nissa import read_lines
 from esper.simic.agent import NotFiniteError
 from esper.simic.telemetry import AlarmLimits, AnomalyDetector
-from esper.simic.training.journal import round_facts
-from esper.simic.training.run_config import read_config
-from esper.simic.training.runs import SESSIONS
+from esper.simic.training.recorder import round_facts
+from esper.simic.training.run_folder import SESSIONS, read_config
 from esper.simic.training.trainer import Trainer
+from esper.storage.logs import read_lines
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:  # Any: JSON
@@ -50,10 +49,10 @@ def test_an_update_that_failed_is_written_down(tmp_path: Path) -> None:
 def test_what_ends_a_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An observation that is not finite ends it: the log of sessions says in which round, and why."""
     trainer = quick_trainer(tmp_path / "run")
-    see = trainer.agent.see
+    normalise = trainer.agent.normalise
 
     def blinded(raw: Tensor) -> Tensor:
-        return see(raw) if trainer.round == 0 else torch.full_like(raw, math.nan)
+        return normalise(raw) if trainer.round == 0 else torch.full_like(raw, math.nan)
 
     monkeypatch.setattr(trainer.agent, "see", blinded)
     with pytest.raises(NotFiniteError, match="time_left"):
@@ -100,7 +99,7 @@ def test_suspicious_seeds_are_counted(tmp_path: Path) -> None:
     trainer = quick_trainer(tmp_path / "run")
     with trainer.folder:
         [record] = trainer.run_round()
-    acting, hacking, ransomware = record.watched.tolist()
+    acting, hacking, ransomware = record.suspect_counts.tolist()
     assert acting == int((record.alphas > 0).sum()), "whatever acts has been measured by the end of its step"
     assert acting >= hacking + ransomware
     assert trainer.alarms == ()

@@ -10,10 +10,10 @@ from torch import nn
 
 from esper.kasmina import CNNHost, GPTHost, GrowingOptimizer, Host
 from esper.leyline import BadValueError, SeedStage, head_preset
-from esper.simic.training import controls
-from esper.simic.training.controls import install, retrain, static_hosts, train_static
-from esper.simic.training.evaluation import UnseenHosts
-from esper.simic.training.results import Fossil, Result
+from esper.simic.evaluation import yardsticks as controls
+from esper.simic.evaluation.results import Fossil, Result
+from esper.simic.evaluation.unseen import EvaluationHosts
+from esper.simic.evaluation.yardsticks import install, retrain, static_hosts, train_static
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria.engine import HostTrainer, make_optimizer
 
@@ -23,7 +23,7 @@ def varied() -> Task:
     return replace(get_task("digits_varied"), steps=4, batches_per_step=2, batch=16, calibration_size=64)
 
 
-def grown(unseen: UnseenHosts, fossils: list[list[Fossil]]) -> Result:
+def grown(unseen: EvaluationHosts, fossils: list[list[Fossil]]) -> Result:
     """A policy that ended with these, beside controls as they are."""
     runner, _ = unseen.open()
     fleet = runner.fleet
@@ -67,7 +67,7 @@ def test_retrained_hosts_have_their_fossils_from_the_first_minibatch() -> None:
 
 def test_controls_where_nothing_was_grown_are_the_control() -> None:
     """To the bit; and where something was, retrained and static hosts are others."""
-    unseen = UnseenHosts(varied(), 3, 7, head_preset("core"))
+    unseen = EvaluationHosts(varied(), 3, 7, head_preset("core"))
     base = grown(unseen, [[], [Fossil("r1c0", "depthwise")], [Fossil("r1c1", "depthwise")]])
     for control, added in ((retrain, [0, 64, 160]), (train_static, None)):
         found = control(unseen, base)
@@ -83,7 +83,7 @@ def test_controls_where_nothing_was_grown_are_the_control() -> None:
 
 def test_controls_are_scored_on_test_images_in_a_final_evaluation() -> None:
     """397 of them: an accuracy is a multiple of 1/397."""
-    unseen = UnseenHosts(varied(), 2, 7, head_preset("core"), final=True)
+    unseen = EvaluationHosts(varied(), 2, 7, head_preset("core"), final=True)
     base = grown(unseen, [[Fossil("r1c0", "norm")], []])
     for control in (retrain, train_static):
         for accuracy in control(unseen, base).accuracy:

@@ -9,8 +9,8 @@ from simic.training.tiny import make_runner, tiny_task
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.leyline import SeedStage
-from esper.simic.training.costs import PASSES, CostMeter, Structure
-from esper.simic.training.evaluation import run_policy
+from esper.simic.evaluation.costs import PASSES, CostMeter, Structure
+from esper.simic.evaluation.unseen import run_policy
 from esper.tamiyo.policies import WaitPolicy
 from esper.tolaria import HostFleet
 

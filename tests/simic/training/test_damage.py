@@ -15,12 +15,11 @@ import pytest
 from simic.training.smallest import NAME, ROUNDS, checkpoint, close, config, contents, results, resume, spoil
 
 from esper.leyline import CheckpointError, EsperError, head_preset
-from esper.leyline.machine import Machine
-from esper.nissa import read_lines
 from esper.simic.agent import load_agent
-from esper.simic.training.named import make_policies
-from esper.simic.training.run_config import read_config, read_header
-from esper.simic.training.runs import EXTRAS
+from esper.simic.evaluation.policies import make_policies
+from esper.simic.training.run_folder import EXTRAS, read_config, read_header
+from esper.storage.logs import read_lines
+from esper.storage.machine import Machine
 from esper.tamiyo import growth_table
 from esper.tolaria import get_task
 

@@ -1,7 +1,7 @@
 """Decisions as they are written down."""
 
 from esper.leyline import HEAD_NAMES, LifecycleOp
-from esper.simic.training.decisions import decided
+from esper.simic.training.recorder import decided
 from esper.tolaria import get_task
 
 SLOTS = get_task("digits_blind").slot_config

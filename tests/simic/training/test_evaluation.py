@@ -13,15 +13,14 @@ import torch
 from esper.cli import main
 from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, EsperError, UnknownNameError
-from esper.simic.training import jobs
-from esper.simic.training.comparison import Comparisons, run_comparison, run_comparisons
+from esper.simic.evaluation import workers as jobs
+from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparison, run_comparisons
+from esper.simic.evaluation.final_log import sign_final
+from esper.simic.evaluation.results import Fossil, Result
+from esper.simic.evaluation.unseen import host_seeds
+from esper.simic.evaluation.workers import Contender, EvaluationConfig, collect, job_runner, make_jobs
+from esper.simic.evaluation.yardsticks import OracleHost
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.evaluation import host_seeds
-from esper.simic.training.finals import sign_final
-from esper.simic.training.jobs import Contender, EvaluationConfig, collect, job_runner, make_jobs
-from esper.simic.training.kinds import by_kind, right_slot
-from esper.simic.training.oracle import OracleHost
-from esper.simic.training.results import Fossil, Result
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policies import Plan
 from esper.tolaria import TaskRegistry, get_task
@@ -56,7 +55,7 @@ def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a+b"
 
 
-def compare(specs: list[str], task: str = NAME, hosts: int = 2, **changes: object) -> Comparisons:
+def compare(specs: list[str], task: str = NAME, hosts: int = 2, **changes: object) -> EvaluationReport:
     names = task.split(",")
     config = replace(EvaluationConfig(names[0], hosts, 7), **changes)  # type: ignore[arg-type]  # by name
     return run_comparisons(names, specs, config, progress=False)

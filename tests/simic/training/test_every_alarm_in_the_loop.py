@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from esper.leyline import LifecycleOp, Measurement
 from esper.simic.agent import PPOAgent, load_agent
 from esper.simic.rewards import RewardBreakdown, Rewarded
-from esper.simic.rewards.transition import SHAPING
+from esper.simic.rewards.potentials import SHAPING
 from esper.simic.telemetry import Alarm, AnomalyDetector, Detail
 from esper.simic.telemetry.rules import RULES
-from esper.simic.training import collect, rewarding
+from esper.simic.training import collect
+from esper.simic.training import collect as rewarding
 from esper.simic.training.collect import action_draws
-from esper.simic.training.runs import EXTRAS, RunFolder
+from esper.simic.training.run_folder import EXTRAS, RunFolder
 from esper.simic.training.trainer import Trainer
-from esper.tolaria.measure import FleetComparison
+from esper.tolaria.measurement import FleetComparison
 
 CALM = 1
 """Rounds before anything is broken."""
@@ -189,7 +190,7 @@ def stand_still(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 def begin_with_infinity(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Memories whose cells are infinite; what they let out is bounded, and looks healthy."""
     network = trainer.agent.network
-    empty = network.initial_memory
+    empty = network.initial_state
     patch.setattr(network, "initial_memory", lambda n: (empty(n)[0], torch.full_like(empty(n)[1], math.inf)))
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from simic.training.tiny import quick_config
 
-from esper.simic.training.finals import sign_final, sign_policies
-from esper.simic.training.runs import RunFolder
+from esper.simic.evaluation.final_log import sign_final, sign_policies
+from esper.simic.training.run_folder import RunFolder
 
 ENTRY = {"when": "then", "task": "t", "hosts": 2, "seed": 1}
 

@@ -11,16 +11,14 @@ from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, save_agent
+from esper.simic.evaluation.unseen import run_policy
 from esper.simic.rewards import GammaMismatchError, RewardConfig
-from esper.simic.training.apply import IllegalActionError, apply_action
-from esper.simic.training.collect import Collector, action_draws
+from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
-from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.evaluation import run_policy
-from esper.simic.training.groups import Groups
+from esper.simic.training.episode import EpisodeRunner, IllegalActionError, apply_action
+from esper.simic.training.hosts import PURPOSES, Groups, host_seed, purpose_of
 from esper.simic.training.learned import LearnedPolicy, load_policy
-from esper.simic.training.runs import Watching
-from esper.simic.training.seeds import PURPOSES, host_seed, purpose_of
+from esper.simic.training.run_folder import TelemetryState
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig
 from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, WaitPolicy
@@ -131,7 +129,7 @@ def test_every_column_lives() -> None:
         views, _, _ = play(runner, RandomPolicy(runner.table), rng_seed)
         rows += [view.features for view in views]
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    collector = Collector([runner], agent, RewardConfig(), rng_seed=0)
+    collector = RoundCollector([runner], agent, RewardConfig(), rng_seed=0)
     [record] = collector.collect(0)  # only where rewards are paid there is a potential
     seen = torch.cat([*rows, record.features.flatten(0, 1)])
     assert bool(seen.isfinite().all())
@@ -147,7 +145,7 @@ def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
     """Requirement 95, the buffer's half: the transition whose training panicked ends its segment with the penalty."""
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    collector = Collector([runner], agent, RewardConfig(), rng_seed=4)
+    collector = RoundCollector([runner], agent, RewardConfig(), rng_seed=4)
     train, broken = runner.fleet.train_step, 1
     calls = iter(range(100))
 
@@ -176,10 +174,10 @@ def test_the_control_is_the_critics_alone() -> None:
     features = views[5].features
     other = features.clone()
     other[:, -len(runner.layout.critic) :] += 1.0
-    memory = agent.network.initial_memory(len(features))
+    hidden_state = agent.network.initial_state(len(features))
     draws = torch.full((len(features), len(runner.table)), 0.5)
-    one, value, _ = agent.act(features, views[5].masks, memory, uniform=draws)
-    two, changed, _ = agent.act(other, views[5].masks, memory, uniform=draws)
+    one, value, _ = agent.act(features, views[5].masks, hidden_state, uniform=draws)
+    two, changed, _ = agent.act(other, views[5].masks, hidden_state, uniform=draws)
     assert torch.equal(one.log_probs, two.log_probs)
     assert not torch.equal(value, changed)
 
@@ -189,24 +187,24 @@ def test_the_critic_looks_back() -> None:
     was chosen stays what it was."""
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    collector = Collector([runner], agent, RewardConfig(), rng_seed=4)
+    collector = RoundCollector([runner], agent, RewardConfig(), rng_seed=4)
     collector.collect(0)  # statistics of observations, so that columns are on a common scale
     [record] = collector.collect(1)
     end = record.features[:, :, -len(runner.layout.critic) + runner.layout.critic.index("control_end")]
     control = record.control_accuracies[-1].float() / 100
     assert len(control.unique()) > 1
     torch.testing.assert_close(end, control.expand(12, -1))
-    buffer, memory = collector.buffer, agent.network.initial_memory(6)
+    buffer, hidden_state = collector.buffer, agent.network.initial_state(6)
     for step in range(12):
         masks = {name: mask[:, step] for name, mask in buffer.masks.items()}
-        core, after = agent.network.step(agent.network.encode(buffer.observations[:, step]).trunk, memory)
+        core, after = agent.network.step(agent.network.encode(buffer.observations[:, step]).trunk, hidden_state)
         encoded = agent.network.encode(buffer.observations[:, step])
         value = agent.values_of(agent.network.value(core, encoded), buffer.tasks)
         torch.testing.assert_close(buffer.values[:, step], value, rtol=1e-4, atol=1e-4)
         actions = buffer.actions[:, step]
         decision = agent.network.decide(core, encoded, masks, buffer.epsilon, actions=actions)
         torch.testing.assert_close(buffer.log_probs[:, step], decision.log_probs, rtol=1e-4, atol=1e-4)
-        memory = after
+        hidden_state = after
     assert agent.update(buffer).behaviour_gap < 1e-4
 
 
@@ -217,7 +215,7 @@ def test_rewards_add_up_to_the_objective() -> None:
     """With γ = 1 and no panic, an episode's rewards sum to the hardened gain minus the rent of the fossils."""
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
-    [record] = Collector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
+    [record] = RoundCollector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
     assert record.panics == 0
     torch.testing.assert_close(record.rewards.sum(0), record.objective.float(), rtol=1e-4, atol=1e-3)
     assert float(record.rewards.abs().sum()) > 0
@@ -345,7 +343,7 @@ def test_a_policy_with_another_critic_acts_all_the_same(tmp_path: Path) -> None:
     layout = replace(runner.layout, critic=runner.layout.critic[:2])
     config = replace(growth_ppo(), network=NetworkConfig(head_gain=1.0))
     agent = PPOAgent(runner.table, layout, config, rng_seed=5)
-    save_agent(agent, tmp_path / "old", {"watching": Watching()})
+    save_agent(agent, tmp_path / "old", {"watching": TelemetryState()})
     loaded = load_policy(tmp_path / "old", runner.table, runner.layout)
     one, other = (play(runner, policy)[1] for policy in (LearnedPolicy(agent), loaded))
     assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))

@@ -10,12 +10,12 @@ from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import main
 from esper.leyline import BadValueError
+from esper.simic.evaluation.comparison import run_comparisons
+from esper.simic.evaluation.policies import check_same_recipe, unfinished
+from esper.simic.evaluation.workers import EvaluationConfig, check_specs, learned_runs
 from esper.simic.telemetry import AlarmLimits
-from esper.simic.training.comparison import run_comparisons
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.jobs import EvaluationConfig, check_specs, learned_runs
-from esper.simic.training.joined import check_joined, unfinished
-from esper.simic.training.runs import RunFolder
+from esper.simic.training.run_folder import RunFolder
 from esper.simic.training.trainer import Trainer
 
 
@@ -43,7 +43,7 @@ def test_one_folder_is_one_training_seed() -> None:
     Path("link").symlink_to("a")
     for other in ("a", "a/", "./a", str(Path("a").resolve()), "link"):
         with pytest.raises(BadValueError, match=rf"^a and {other} are one folder"):
-            check_joined(["a", other])
+            check_same_recipe(["a", other])
 
 
 def test_a_copy_is_no_training_seed() -> None:
@@ -53,17 +53,17 @@ def test_a_copy_is_no_training_seed() -> None:
     configure("same", seed=3, threads=2, data_dir=Path("elsewhere"), alarms=AlarmLimits())
     for other in ("copy", "same"):
         with pytest.raises(BadValueError, match=f"^a and {other} have the same configuration and training seed 3"):
-            check_joined(["a", other])
+            check_same_recipe(["a", other])
     configure("begun", seed=3, start=Path("a"))
     configure("begun too", seed=3, start=Path("copy"))
-    check_joined(["a", "begun", "begun too"])
+    check_same_recipe(["a", "begun", "begun too"])
 
 
 def test_what_training_seeds_may_differ_in() -> None:
     configure("a", seed=0)
     configure("b", seed=1, start=Path("x"), threads=2, data_dir=Path("y"))
     configure("c", replace(quick_config(seed=2), device="cuda:7"))
-    check_joined(["a", "b", "c"])
+    check_same_recipe(["a", "b", "c"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_other_configurations_are_other_policies(changes: dict[str, object], wor
     inner = {name: replace(getattr(config, name), **new) for name, new in changes.items() if isinstance(new, dict)}
     configure("b", replace(config, **changes | inner))  # type: ignore[arg-type]  # by name
     with pytest.raises(BadValueError, match=r"^a and b are no training seeds of one configuration: ") as refused:
-        check_joined(["a", "b"])
+        check_same_recipe(["a", "b"])
     assert words in str(refused.value)
     assert "comma" in str(refused.value)
 

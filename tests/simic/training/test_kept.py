@@ -8,13 +8,16 @@ import torch
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.training import comparison, jobs, kept, named
-from esper.simic.training.comparison import run_comparisons
-from esper.simic.training.evaluation import UnseenHosts
-from esper.simic.training.finals import sign_final
-from esper.simic.training.jobs import Contender, EvaluationConfig, Job, job_runner, run_everything
-from esper.simic.training.kept import KeptResults
-from esper.simic.training.results import Fossil, Result
+from esper.simic.evaluation import cache as kept
+from esper.simic.evaluation import comparison
+from esper.simic.evaluation import policies as named
+from esper.simic.evaluation import workers as jobs
+from esper.simic.evaluation.cache import ResultCache
+from esper.simic.evaluation.comparison import run_comparisons
+from esper.simic.evaluation.final_log import sign_final
+from esper.simic.evaluation.results import Fossil, Result
+from esper.simic.evaluation.unseen import EvaluationHosts
+from esper.simic.evaluation.workers import Contender, EvaluationConfig, Job, job_runner, run_everything
 from esper.tolaria import TaskRegistry, get_task
 from esper.tolaria.data import ImageData, ImagePart, TextData, data_digest
 
@@ -31,7 +34,7 @@ class Ran(list[tuple[str, int]]):
 
     stop_after = 10**9
 
-    def run_job(self, unseen: UnseenHosts, job: Job) -> list[Result]:
+    def run_job(self, unseen: EvaluationHosts, job: Job) -> list[Result]:
         """Results that tell contender and host."""
         self.extend((one.spec, host) for one in job.contenders for host in job.hosts)
         if len(self) > self.stop_after:
@@ -57,7 +60,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
 
 
 def run(contenders: list[Contender], folder: Path | None) -> list[Result]:
-    with job_runner(1, recall=KeptResults(folder).recall if folder else run_everything) as runner:
+    with job_runner(1, recall=ResultCache(folder).recall if folder else run_everything) as runner:
         return runner(contenders)
 
 
@@ -164,7 +167,7 @@ def test_a_run_that_goes_on_is_another_policy(ran: Ran, tmp_path: Path, monkeypa
     learned = [Contender(CONFIG, str(folder))]
     play = jobs.run_job
 
-    def go_on_meanwhile(unseen: UnseenHosts, job: Job) -> list[Result]:
+    def go_on_meanwhile(unseen: EvaluationHosts, job: Job) -> list[Result]:
         found = play(unseen, job)
         if not (folder / "checkpoints" / "round-00002").exists():
             finish_round(2)
@@ -246,7 +249,7 @@ def test_damage_is_named(ran: Ran, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(BadValueError, match=r"nothing can be kept in .*file"):
-        KeptResults(blocked)
+        ResultCache(blocked)
 
 
 def test_real_results_survive(tmp_path: Path) -> None:

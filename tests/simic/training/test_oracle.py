@@ -10,13 +10,12 @@ import torch
 from simic.training.tiny import tiny_task
 
 from esper.leyline import head_preset
-from esper.simic.training import oracle
+from esper.simic.evaluation import yardsticks as oracle
+from esper.simic.evaluation.arena import Block, play
+from esper.simic.evaluation.yardsticks import CHOOSING, SCORED, OracleHost, run_oracle
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.groups import Groups
-from esper.simic.training.oracle import CHOOSING, SCORED, OracleHost, run_oracle
-from esper.simic.training.seeds import host_seed
-from esper.simic.training.tuning_schedule import one_seed_plans
-from esper.simic.training.tuning_trials import Block, play
+from esper.simic.training.hosts import Groups, host_seed
+from esper.simic.tuning.candidates import one_seed_plans
 from esper.tamiyo.policies import Plan, SchedulePolicy
 from esper.tolaria import HostFleet, Task, get_task
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from esper.kasmina import CNNHost
 from esper.leyline import head_preset
 from esper.simic.agent import PPOAgent
+from esper.simic.evaluation.unseen import SideBySide, run_policy
 from esper.simic.training.collect import action_draws
 from esper.simic.training.config import growth_ppo
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.evaluation import SideBySide, run_policy
-from esper.simic.training.groups import Groups
+from esper.simic.training.hosts import Groups
 from esper.simic.training.learned import LearnedPolicy
-from esper.tamiyo.network import Memory
-from esper.tamiyo.policy import View
+from esper.tamiyo.network import HiddenState
+from esper.tamiyo.policy import PolicyView
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.batches import ImageBatches
 from esper.tolaria.data import ImageData, ImagePart
@@ -103,9 +103,9 @@ class Remembering(LearnedPolicy):
         super().__init__(agent)
         self.sizes: list[Tensor] = []
 
-    def act(self, view: View, memory: Memory, uniform: Tensor) -> tuple[Tensor, Memory]:
-        self.sizes.append(sum((part.abs().sum(1) for part in memory), torch.zeros(len(uniform))))
-        return super().act(view, memory, uniform)
+    def act(self, view: PolicyView, hidden_state: HiddenState, uniform: Tensor) -> tuple[Tensor, HiddenState]:
+        self.sizes.append(sum((part.abs().sum(1) for part in hidden_state), torch.zeros(len(uniform))))
+        return super().act(view, hidden_state, uniform)
 
 
 def run_with_a_fault(policies: list[Remembering], runner: EpisodeRunner) -> None:

@@ -10,9 +10,8 @@ from simic.training.tiny import quick_config
 from esper.leyline import BadValueError, CheckpointError, UnknownNameError
 from esper.simic.agent import load_agent, save_agent
 from esper.simic.telemetry import AlarmLimits
-from esper.simic.training import runs
-from esper.simic.training.run_config import read_config, write_config
-from esper.simic.training.runs import EXTRAS, RunFolder
+from esper.simic.training import run_folder as runs
+from esper.simic.training.run_folder import EXTRAS, RunFolder, read_config, write_config
 from esper.simic.training.trainer import Trainer
 
 

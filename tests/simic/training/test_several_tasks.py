@@ -12,12 +12,11 @@ from esper.leyline import BadValueError, head_preset
 from esper.nissa import RoundMeasured, find_metric
 from esper.simic.agent import PPOAgent
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.collect import Collector, check_alike
+from esper.simic.training.collect import RoundCollector, check_alike
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.groups import Groups
-from esper.simic.training.run_config import read_config
-from esper.simic.training.seeds import purpose_of
+from esper.simic.training.hosts import Groups, purpose_of
+from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task
 
@@ -45,7 +44,7 @@ def test_each_task_fills_its_own_rows() -> None:
         PPOAgent(runners[0].table, runners[0].layout, config, total_updates=3, tasks=tasks, rng_seed=3)
         for tasks in (2, 1)
     ]
-    both = Collector(runners, made[0], RewardConfig(), rng_seed=4)
+    both = RoundCollector(runners, made[0], RewardConfig(), rng_seed=4)
     records = both.collect(0)
     assert [(record.task, record.first_env) for record in records] == [("digits_tiny", 0), (SHORT, 2)]
     assert both.buffer.lengths.tolist() == [12, 12, 7, 7]
@@ -55,7 +54,7 @@ def test_each_task_fills_its_own_rows() -> None:
     seeds = [seed for runner in runners for seed in runner.fleet.seeds]
     assert len(set(seeds)) == 2, "a group each, of different hosts"
     assert {purpose_of(seed) for seed in seeds} == {"training"}
-    alone = Collector([runner_of(tiny_task())], made[1], RewardConfig(), rng_seed=4)
+    alone = RoundCollector([runner_of(tiny_task())], made[1], RewardConfig(), rng_seed=4)
     [record] = alone.collect(0)
     assert torch.equal(record.actions, records[0].actions)
     assert torch.equal(record.objective, records[0].objective)
@@ -65,7 +64,7 @@ def test_statistics_are_those_of_each_task() -> None:
     """Returns and advantages are scaled by their own task; observations of all tasks share one normaliser."""
     runners = [runner_of(tiny_task()), runner_of(short_task())]
     agent = PPOAgent(runners[0].table, runners[0].layout, replace(growth_ppo(), steps=12), tasks=2, rng_seed=3)
-    collector = Collector(runners, agent, RewardConfig(), rng_seed=4)
+    collector = RoundCollector(runners, agent, RewardConfig(), rng_seed=4)
     collector.collect(0)
     assert float(agent.observations.statistics.count[0]) == 2 * 12 + 2 * 7
     agent.update(collector.buffer)

@@ -9,10 +9,10 @@ from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, LifecycleOp, head_preset
 from esper.simic.agent import PPOAgent
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.collect import Collector
+from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import growth_ppo
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.groups import Groups
+from esper.simic.training.hosts import Groups
 from esper.tolaria import HostFleet, Task, get_task
 
 STEPS = 5
@@ -40,12 +40,12 @@ def task_of(slots: int) -> Task:
     )
 
 
-def collector_of(slots: int) -> Collector:
+def collector_of(slots: int) -> RoundCollector:
     """A group of three hosts and their control."""
     groups = Groups(1, 3)
     runner = EpisodeRunner(HostFleet(task_of(slots), groups.hosts), groups, head_preset("core"))
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=STEPS), total_updates=3)
-    return Collector([runner], agent, RewardConfig(), rng_seed=0)
+    return RoundCollector([runner], agent, RewardConfig(), rng_seed=0)
 
 
 @pytest.mark.parametrize("slots", range(1, 11))

@@ -11,7 +11,7 @@ from simic.training.tiny import quick_config
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent
-from esper.simic.training.run_config import CONFIG, read_config
+from esper.simic.training.run_folder import CONFIG, read_config
 from esper.simic.training.trainer import Trainer
 
 

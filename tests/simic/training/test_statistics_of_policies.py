@@ -8,9 +8,8 @@ from scipy import stats
 
 from esper.leyline import BadValueError
 from esper.leyline.student import t_quantile
-from esper.simic.training.results import Result
-from esper.simic.training.statistics import compare, holm
-from esper.simic.training.verdicts import compare_all
+from esper.simic.evaluation.results import Result
+from esper.simic.evaluation.statistics import compare, compare_all, holm
 
 
 def result(objective: list[float]) -> Result:

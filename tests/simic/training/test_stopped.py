@@ -12,12 +12,12 @@ import pytest
 from simic.training.smallest import checkpoint, close, config, results, resume, spoil
 
 from esper.leyline import BadValueError, StorageError
-from esper.leyline.files import folder_taken
 from esper.nissa import Event, RoundMeasured
 from esper.simic.agent import save_agent
-from esper.simic.training import runs
-from esper.simic.training.runs import RunFolder
+from esper.simic.training import run_folder as runs
+from esper.simic.training.run_folder import RunFolder
 from esper.simic.training.trainer import Trainer
+from esper.storage.files import folder_taken
 
 # -- a full disk, a folder that cannot be written ---------------------------------------------------------------------
 

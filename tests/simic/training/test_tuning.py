@@ -12,22 +12,24 @@ import pytest
 from simic.training.tiny import NAME, make_runner, tiny_task
 
 from esper.cli import main
-from esper.leyline import BadValueError, StorageError, UnknownNameError, derive_seed, files, head_preset
+from esper.leyline import BadValueError, StorageError, UnknownNameError, derive_seed, head_preset
 from esper.leyline.records import encode
+from esper.simic.evaluation.arena import AT_ONCE, Arena, Trials, play
+from esper.simic.evaluation.policies import make_policies
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.named import make_policies
-from esper.simic.training.seeds import host_seed, purpose_of
-from esper.simic.training.tuning import Tuned, tune, write_tuned
-from esper.simic.training.tuning_heuristic import HeuristicByEnv, search_heuristic
-from esper.simic.training.tuning_schedule import (
+from esper.simic.training.hosts import host_seed, purpose_of
+from esper.simic.tuning.candidates import (
+    HeuristicByEnv,
     extensions,
     one_seed_plans,
     plan_parameters,
     plan_policy,
+    search_heuristic,
     search_schedule,
 )
-from esper.simic.training.tuning_search import Search
-from esper.simic.training.tuning_trials import AT_ONCE, Arena, Trials, play
+from esper.simic.tuning.search import Search
+from esper.simic.tuning.tune import Tuned, tune, write_tuned
+from esper.storage import files
 from esper.tamiyo import Policy, growth_table
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan, PlannedSeed, SchedulePolicy, shipped
 from esper.tolaria import HostFleet, Task, get_task
@@ -246,7 +248,7 @@ def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: p
     task, heads = tiny_task(), head_preset("core")
     table = growth_table(heads, task.slot_config)
     counted: list[int] = []
-    monkeypatch.setattr("esper.simic.training.tuning_trials.AT_ONCE", 8)
+    monkeypatch.setattr("esper.simic.evaluation.arena.AT_ONCE", 8)
     hosts = [4, 5, 9]
     seeds = [host_seed("tuning", 1, number) for number in hosts]
     policies: list[Policy]
@@ -279,7 +281,7 @@ def test_fleets_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
         built(self, task, n, *args, **kwargs)  # type: ignore[arg-type]  # passed on
 
     monkeypatch.setattr(HostFleet, "__init__", note)
-    monkeypatch.setattr("esper.simic.training.tuning_trials.play", lambda runner, policy, seeds: None)
+    monkeypatch.setattr("esper.simic.evaluation.arena.play", lambda runner, policy, seeds: None)
     task = tiny_task()
     arena = Arena(task, head_preset("core"), partial(plan_policy, task))
     for candidates, hosts in ((1, 1), (1, 70), (70, 1), (5, 23), (AT_ONCE - 1, 2), (AT_ONCE, 2), (130, 3)):

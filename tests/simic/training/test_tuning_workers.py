@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.training import tuning_workers
-from esper.simic.training.tuning import tune
-from esper.simic.training.tuning_schedule import one_seed_plans
-from esper.simic.training.tuning_workers import Place, SharedTrials, shares
+from esper.simic.tuning import workers as tuning_workers
+from esper.simic.tuning.candidates import one_seed_plans
+from esper.simic.tuning.tune import tune
+from esper.simic.tuning.workers import Place, SharedTrials, shares
 from esper.tamiyo.policies import Plan
 
 

@@ -14,21 +14,22 @@ from nissa.watchers import Broken, Recorder
 from simic.training.tiny import NAME, tiny_task
 
 from esper.cli import main
-from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, Watch, find_metric, read_lines
+from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, SinkSettings, find_metric
 from esper.nissa.sinks import ConsoleSink
 from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.runs import SESSIONS
-from esper.simic.training.session import session
+from esper.simic.training.recorder import session
+from esper.simic.training.run_folder import SESSIONS
 from esper.simic.training.trainer import Trainer
+from esper.storage.logs import read_lines
 
 ROUNDS = 2
 
 
-def start(folder: Path, watch: Watch | None = None) -> Trainer:
+def start(folder: Path, sinks: SinkSettings | None = None) -> Trainer:
     """A run of tiny hosts."""
     tiny_task()
-    return Trainer(TrainConfig(task=NAME, rounds=ROUNDS, hosts=4, members=1, seed=2), folder, watch=watch)
+    return Trainer(TrainConfig(task=NAME, rounds=ROUNDS, hosts=4, members=1, seed=2), folder, sinks=sinks)
 
 
 class Runs(NamedTuple):
@@ -49,7 +50,11 @@ class Runs(NamedTuple):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Alone; and with a console, a sink that remembers and one that breaks."""
     folder = tmp_path_factory.mktemp("runs")
-    plain, watched, recorder = start(folder / "plain"), start(folder / "watched", Watch(console=True)), Recorder()
+    plain, watched, recorder = (
+        start(folder / "plain"),
+        start(folder / "watched", SinkSettings(console=True)),
+        Recorder(),
+    )
     plain.run(progress=False)
     watched.hub.close()
     watched.hub = Hub([ConsoleSink(), recorder, Broken("write")])
@@ -108,7 +113,7 @@ def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
 @pytest.mark.parametrize("console", [True, False])
 def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path) -> None:
     """Requirement 9: an extreme KL, in the real loop, whoever prints it."""
-    trainer, recorder = start(tmp_path / "run", Watch(console=console)), Recorder()
+    trainer, recorder = start(tmp_path / "run", SinkSettings(console=console)), Recorder()
     trainer.hub.close()
     trainer.hub = Hub([recorder, *([ConsoleSink()] if console else [])])
     update = trainer.agent.update

@@ -9,12 +9,12 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from esper.simic.training.jobs import worker_pool
+from esper.simic.evaluation.workers import worker_pool
 
 LONG = 120.0
 PARENT = f"""
 import os, time
-from esper.simic.training.jobs import worker_pool
+from esper.simic.evaluation.workers import worker_pool
 
 if __name__ == "__main__":
     with worker_pool(1) as pool:

@@ -10,10 +10,9 @@ from esper.leyline import LifecycleOp, head_preset
 from esper.simic.training.collect import action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner, StepResult
-from esper.simic.training.groups import Groups
-from esper.simic.training.seeds import host_seed
+from esper.simic.training.hosts import Groups, host_seed
 from esper.simic.training.trainer import Trainer
-from esper.tamiyo import NetworkConfig, Policy, View
+from esper.tamiyo import NetworkConfig, Policy, PolicyView
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task
 
 NAME = "digits_tiny"
@@ -34,16 +33,18 @@ def make_runner(groups: int = 3, members: int = 2, preset: str = "core", *, sens
     return EpisodeRunner(HostFleet(tiny_task(), shape.hosts), shape, head_preset(preset), sensing=sensing)
 
 
-def play(runner: EpisodeRunner, policy: Policy, rng_seed: int = 0) -> tuple[list[View], list[Tensor], list[StepResult]]:
+def play(
+    runner: EpisodeRunner, policy: Policy, rng_seed: int = 0
+) -> tuple[list[PolicyView], list[Tensor], list[StepResult]]:
     """One episode under a policy: what it saw, did and got."""
     seeds = [host_seed("evaluation", rng_seed, group) for group in range(runner.groups.count)]
     draws = action_draws(rng_seed, 0, runner.groups.grown, runner.fleet.task.steps, len(runner.table))
     runner.begin(seeds)
-    memory = policy.initial_memory([seed for seed in seeds for _ in range(runner.groups.members)])
+    hidden_state = policy.initial_state([seed for seed in seeds for _ in range(runner.groups.members)])
     views, actions, results = [], [], []
     for step in range(runner.fleet.task.steps):
         views.append(runner.view())
-        chosen, memory = policy.act(views[-1], memory, draws[step])
+        chosen, hidden_state = policy.act(views[-1], hidden_state, draws[step])
         actions.append(chosen)
         results.append(runner.step(chosen))
     return views, actions, results

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data.idx import FASHION_MNIST_CLASSES, FASHION_MNIST_FILES, read_idx, read_idx_set, read_labelled
+from esper.tolaria.data.readers import FASHION_MNIST_CLASSES, FASHION_MNIST_FILES, read_idx, read_idx_set, read_labelled
 
 IMAGES = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
 

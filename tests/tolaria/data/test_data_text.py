@@ -7,7 +7,7 @@ import pytest
 
 from esper.leyline.errors import BadValueError, DataError
 from esper.tolaria.data import TextData, load
-from esper.tolaria.data.text import read_text, split_text
+from esper.tolaria.data.readers import read_text, split_text
 
 
 def test_ids_index_the_sorted_vocabulary(tmp_path: Path) -> None:

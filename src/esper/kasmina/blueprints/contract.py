@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry, BlueprintSpec
-from esper.kasmina.streams import RandomState, random_state_kept
+from esper.kasmina.random_state import RandomState, random_state_kept
 from esper.leyline import BadValueError, BlueprintContractError, Topology
 from esper.leyline.numbers import require_whole
 

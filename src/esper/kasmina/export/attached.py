@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from esper.kasmina.body import Body
-from esper.kasmina.export.expression import Call, render
 from esper.kasmina.export.functions import import_usual
-from esper.kasmina.export.generated import GeneratedFile
 from esper.kasmina.export.growth import Growth, summary
 from esper.kasmina.export.modules import Exporter
+from esper.kasmina.export.source import Call, GeneratedFile, render
 
 HEADER = """Blocks that Esper grew in a network, as plain PyTorch: they need torch and safetensors, and can be trained.
 

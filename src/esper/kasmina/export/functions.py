@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from types import FunctionType, ModuleType
 from typing import Any
 
-from esper.kasmina.export.generated import ExportError, GeneratedFile, find_import, is_available
+from esper.kasmina.export.source import ExportError, GeneratedFile, find_import, is_available
 from esper.kasmina.layers import max_pool
 from esper.leyline import EsperError
 

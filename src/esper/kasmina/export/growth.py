@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from esper.kasmina.export.expression import LINE_WIDTH, Call, call
 from esper.kasmina.export.modules import Exporter
+from esper.kasmina.export.source import LINE_WIDTH, Call, call
 
 ADDED = '''
 class Added(nn.Module):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina import layers
-from esper.kasmina.export.expression import LINE_WIDTH, Call, Expression, call
 from esper.kasmina.export.functions import Method, import_usual, is_literal, unwrap
-from esper.kasmina.export.generated import ExportError, GeneratedFile, find_import
+from esper.kasmina.export.source import LINE_WIDTH, Call, ExportError, Expression, GeneratedFile, call, find_import
 
 SCALE = '''
 class Scale(nn.Module):

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from esper.kasmina.export.expression import render
 from esper.kasmina.export.functions import import_usual
-from esper.kasmina.export.generated import GeneratedFile
 from esper.kasmina.export.growth import Growth, summary
 from esper.kasmina.export.modules import Exporter
-from esper.kasmina.host import Host
+from esper.kasmina.export.source import GeneratedFile, render
+from esper.kasmina.hosts import Host
 
 HEADER = """A network that Esper grew, as plain PyTorch: it needs torch and safetensors, and can be trained on.
 

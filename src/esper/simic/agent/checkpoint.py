@@ -17,9 +17,9 @@ from torch import Tensor
 from esper.leyline import CheckpointError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import decode, encode
-from esper.leyline.stored import StoredFormat, read_stored, refusal, write_stored
 from esper.simic.agent.config import CompileMode, PPOConfig
 from esper.simic.agent.ppo import PPOAgent
+from esper.storage.stored import StoredFormat, read_stored, refusal, write_stored
 from esper.tamiyo import ActionTable, ObservationLayout
 
 AGENT = StoredFormat("esper-agent", 1, "agent.json", "agent.safetensors")

@@ -13,13 +13,12 @@ from esper.leyline.numbers import require_whole
 from esper.leyline.progress import progress_bar
 from esper.simic.agent.checkpoint import load_agent, save_agent
 from esper.simic.agent.config import PPOConfig
+from esper.simic.agent.environments import RESET_SEEDS, EnvBatch, MakeEnv, SpaceCodec
 from esper.simic.agent.metrics import PPOUpdateMetrics
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
-from esper.simic.agent.spaces import SpaceCodec
-from esper.simic.agent.vector import RESET_SEEDS, EnvBatch, MakeEnv
 from esper.simic.control import RewardNormalizer
-from esper.tamiyo.network import Memory
+from esper.tamiyo.network import HiddenState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,8 +39,8 @@ class Learned:
         """(environment steps so far, return) of every episode that ended in training."""
 
     def act(
-        self, observation: Any, memory: Memory | None = None, mask: Any = None, *, greedy: bool = True
-    ) -> tuple["int | NDArray[np.int64]", Memory]:  # Any: as the environment gives them
+        self, observation: Any, hidden_state: HiddenState | None = None, mask: Any = None, *, greedy: bool = True
+    ) -> tuple["int | NDArray[np.int64]", HiddenState]:  # Any: as the environment gives them
         """The action for one observation, and the memory to hand in with the next; None at the start of an episode."""
         agent = self.agent
         row = np.zeros(self.codec.observation_size, np.float32)
@@ -52,10 +51,10 @@ class Learned:
             name: torch.from_numpy(part)[None].to(agent.device)
             for name, part in zip(agent.table.names, rows, strict=True)
         }
-        seen = see(agent, torch.from_numpy(row)[None])
-        memory = agent.network.initial_memory(1) if memory is None else memory
-        decision, _, memory = agent.act(seen, masks, memory, greedy=greedy)
-        return self.codec.read_action(decision.actions[0].cpu().numpy()), memory
+        seen = normalise(agent, torch.from_numpy(row)[None])
+        hidden_state = agent.network.initial_state(1) if hidden_state is None else hidden_state
+        decision, _, hidden_state = agent.act(seen, masks, hidden_state, greedy=greedy)
+        return self.codec.read_action(decision.actions[0].cpu().numpy()), hidden_state
 
     def evaluate(self, episodes: int, seed: int, *, greedy: bool = True) -> list[float]:
         """Undiscounted returns of so many fresh episodes, in order. Each follows from the seed and its number."""
@@ -91,17 +90,17 @@ class Learned:
 
         for place in range(n):
             begin(place, place)
-        memory = agent.network.initial_memory(n)
+        hidden_state = agent.network.initial_state(n)
         while len(results) < episodes:
             fresh: list[int] = []
             masks = {name: mask.to(agent.device) for name, mask in envs.masks.items()}
             draws = [torch.rand(len(agent.table), generator=generators[place]) for place in range(n)]
-            decision, _, memory = agent.act(
-                see(agent, envs.observations), masks, memory, greedy=greedy, uniform=torch.stack(draws)
+            decision, _, hidden_state = agent.act(
+                normalise(agent, envs.observations), masks, hidden_state, greedy=greedy, uniform=torch.stack(draws)
             )
             envs.step(decision.actions.cpu(), finished)
             for place in fresh:
-                for part in memory:
+                for part in hidden_state:
                     part[place] = 0.0
                 if (episode := next(waiting, None)) is not None:
                     begin(place, episode)
@@ -124,9 +123,9 @@ class Learned:
         return cls(agent, codec, make_env)
 
 
-def see(agent: PPOAgent, observations: Tensor) -> Tensor:
+def normalise(agent: PPOAgent, observations: Tensor) -> Tensor:
     """Raw observations (n, size) as the policy sees them."""
-    return agent.see(observations.to(agent.device, copy=True))
+    return agent.normalise(observations.to(agent.device, copy=True))
 
 
 def learn(
@@ -154,7 +153,7 @@ def learn(
         device=device,
     )  # fmt: skip
     learned = Learned(agent, envs.codec, make_env)
-    collector = Collector(envs, agent, learned.returns)
+    collector = RolloutCollector(envs, agent, learned.returns)
     envs.reset(seed)
     try:
         with progress_bar("learning", rounds, shown=progress) as advance:
@@ -167,7 +166,7 @@ def learn(
     return learned
 
 
-class Collector:
+class RolloutCollector:
     """Fills one buffer, round after round, from a batch of environments."""
 
     def __init__(self, envs: EnvBatch, agent: PPOAgent, returns: list[tuple[int, float]]) -> None:
@@ -176,7 +175,7 @@ class Collector:
         size, hidden = envs.codec.observation_size, config.network.hidden
         self.buffer = TamiyoRolloutBuffer(n, config.steps, size, agent.table, hidden, device=agent.device)
         self.rewards = RewardNormalizer(n, config.gamma)
-        self.memory = agent.network.initial_memory(n)
+        self.hidden_state = agent.network.initial_state(n)
         self.raw = torch.zeros((config.steps, n, size))
         self.steps = 0
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -195,12 +194,12 @@ class Collector:
         """One round. The statistics of observations take it in when it is complete, until they freeze."""
         agent, config = self.agent, self.agent.config
         epsilon = agent.epsilon
-        self.buffer.begin(self.memory, epsilon)
+        self.buffer.begin(self.hidden_state, epsilon)
         for step in range(config.steps):
             self.raw[step] = self.envs.observations
             self._step(epsilon)
-        seen = see(agent, self.envs.observations)
-        self.buffer.cut(self._values(seen, self.memory))
+        seen = normalise(agent, self.envs.observations)
+        self.buffer.cut(self._values(seen, self.hidden_state))
         if agent.progress >= config.freeze_after:
             agent.observations.freeze()
         agent.observations.update(self.raw.flatten(0, 1).to(agent.device))
@@ -208,17 +207,17 @@ class Collector:
 
     def _step(self, epsilon: float) -> None:
         agent, envs = self.agent, self.envs
-        seen = see(agent, envs.observations)
+        seen = normalise(agent, envs.observations)
         # The environments write the next masks into the same memory.
         masks = {name: mask.to(agent.device, copy=True) for name, mask in envs.masks.items()}
-        decision, values, after = agent.act(seen, masks, self.memory, epsilon=epsilon)
+        decision, values, after = agent.act(seen, masks, self.hidden_state, epsilon=epsilon)
         self.steps += len(envs.envs)
         outcome = envs.step(decision.actions.cpu(), self._finished)
         ends = outcome.terminated | outcome.truncated
         rewards = self.rewards(outcome.rewards, ends) if agent.config.normalise_rewards else outcome.rewards
         bootstraps = torch.zeros_like(values)
         if outcome.last is not None:
-            follows = self._values(see(agent, outcome.last), after)
+            follows = self._values(normalise(agent, outcome.last), after)
             bootstraps = follows.where(outcome.truncated.to(agent.device), 0.0)
         ends = ends.to(agent.device)
         step = Step(
@@ -233,12 +232,12 @@ class Collector:
         )
         self.buffer.add(step)
         keep = ~ends.unsqueeze(1)
-        self.memory = (after[0].where(keep, 0.0), after[1].where(keep, 0.0))
+        self.hidden_state = (after[0].where(keep, 0.0), after[1].where(keep, 0.0))
 
     @torch.no_grad()
-    def _values(self, seen: Tensor, memory: Memory) -> Tensor:
+    def _values(self, seen: Tensor, hidden_state: HiddenState) -> Tensor:
         """Returns expected from here on (n,)."""
         network = self.agent.network
         encoded = network.encode(seen)
-        core, _ = network.step(encoded.trunk, memory)
+        core, _ = network.step(encoded.trunk, hidden_state)
         return self.agent.values_of(network.value(core, encoded), self.buffer.tasks)

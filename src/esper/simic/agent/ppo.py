@@ -23,15 +23,13 @@ from esper.simic.agent.config import (
     CompileMode,
     PPOConfig,
 )
-from esper.simic.agent.lesson import Lesson, Part, Reference, gather_inputs, prepare_lesson
-from esper.simic.agent.metrics import PPOUpdateMetrics
-from esper.simic.agent.observer import UpdateObserver
-from esper.simic.agent.record import UpdateRecord, summarise
+from esper.simic.agent.metrics import PPOUpdateMetrics, UpdateObserver, UpdateRecord, summarise
+from esper.simic.agent.minibatch import Minibatch, PreparedRound, Reference, gather_inputs, prepare_round
 from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
 from esper.simic.control import ObservationNormalizer, ReturnNormalizer
 from esper.tamiyo import ActionTable, Decision, FactoredRecurrentActorCritic, ObservationLayout
 from esper.tamiyo.heads import EmptyMaskError, Masks
-from esper.tamiyo.network import Encoded, Memory
+from esper.tamiyo.network import Encoded, HiddenState
 
 T = TypeVar("T")
 COMPILERS = ("torch._dynamo", "torch._inductor")
@@ -49,8 +47,9 @@ class NotFiniteError(EsperError, FloatingPointError):
 class PPOAgent:
     """A policy with its optimiser, normalisers and schedules.
 
-    One round: `act` for every step into a `TamiyoRolloutBuffer`, `look_back` where its end tells the critic more, then
-    `update`. All randomness comes from the agent's own generator, on the CPU, so results do not depend on the device's.
+    One round: `act` for every step into a `TamiyoRolloutBuffer`, `recompute_values` where the end of an episode tells
+    the critic more, then `update`. All randomness comes from the agent's own generator, on the CPU, so that results do
+    not depend on the device.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class PPOAgent:
             self.compile("off")
             return work()
 
-    def see(self, raw: Tensor) -> Tensor:
+    def normalise(self, raw: Tensor) -> Tensor:
         """Raw observations (n, size), on the agent's device, as the policy sees them."""
         return self.observations(raw) if self.config.normalise_observations else raw
 
@@ -143,12 +142,12 @@ class PPOAgent:
         self,
         observations: Tensor,
         masks: Masks,
-        memory: Memory,
+        hidden_state: HiddenState,
         *,
         epsilon: float = 0.0,
         uniform: Tensor | None = None,
         greedy: bool = False,
-    ) -> tuple[Decision, Tensor, Memory]:
+    ) -> tuple[Decision, Tensor, HiddenState]:
         """Actions, the critic's outputs (n,) (see `values_of`), and the memory after this step.
 
         Observations (n, size) are normalised ones. `uniform` (n, heads) are the draws; without them the agent's
@@ -157,14 +156,14 @@ class PPOAgent:
         if not greedy and uniform is None:
             uniform = torch.rand((len(observations), len(self.table)), generator=self.generator)
         encoded = self.network.encode(observations)
-        core, memory = self.network.step(encoded.trunk, memory)
+        core, hidden_state = self.network.step(encoded.trunk, hidden_state)
         draws = None if greedy or uniform is None else uniform.to(self.device)
         decision = self.network.decide(core, encoded, masks, epsilon, uniform=draws, measured=False)
         values = self.network.value(core, encoded)
         numbers = torch.cat([observations.flatten(), values, decision.log_probs.flatten()])
         if not bool((decision.choices.amin() > 0) & numbers.isfinite().all()):
             self._explain(observations, decision)
-        return decision, values, memory
+        return decision, values, hidden_state
 
     def _explain(self, observations: Tensor, decision: Decision) -> None:
         if not bool(observations.isfinite().all()):
@@ -185,13 +184,13 @@ class PPOAgent:
         return self.returns.restore(values, tasks)
 
     @torch.no_grad()
-    def look_back(self, buffer: TamiyoRolloutBuffer) -> None:
+    def recompute_values(self, buffer: TamiyoRolloutBuffer) -> None:
         """Values of a whole round anew, where observations have since learnt what only the end tells. Host sync: one,
         where rows are cut."""
         sequences = buffer.sequences()
         batch = buffer.batch(sequences, np.unique(sequences.rows).tolist())
         encoded = self.network.encode(buffer.observations.flatten(0, 1)[batch.cells])
-        core = self.network.unroll(encoded.trunk, batch.stretches, batch.memory)
+        core = self.network.unroll(encoded.trunk, batch.stretches, batch.hidden_state)
         tasks = buffer.tasks.repeat_interleave(buffer.capacity)[batch.cells]
         buffer.values.view(-1)[batch.cells] = self.values_of(self.network.value(core, encoded), tasks)
 
@@ -206,11 +205,11 @@ class PPOAgent:
         sequences = buffer.sequences()
         batches = self._partition(buffer, sequences)
         reference = self._or_eager(lambda: self._reference(buffer, batches))
-        lesson = prepare_lesson(buffer, reference, self.returns, self.config, len(batches))
+        lesson = prepare_round(buffer, reference, self.returns, self.config, len(batches))
         self._set_rate()
         record = UpdateRecord(self.table.names, observer)
         halted = ~reference.accepted
-        parts: list[Part] = []
+        parts: list[Minibatch] = []
         for epoch in range(self.config.epochs):
             if epoch and len(batches) > 1:
                 batches = self._partition(buffer, sequences)
@@ -232,7 +231,7 @@ class PPOAgent:
             raise BadValueError(f"a buffer of heads {theirs} for a policy of heads {own}{remark}")
         if buffer.device.type != self.device.type:
             raise BadValueError(f"a buffer on {buffer.device} for a policy on {self.device}")
-        sizes = (buffer.observations.shape[-1], buffer.memory[0].shape[-1])
+        sizes = (buffer.observations.shape[-1], buffer.hidden_state[0].shape[-1])
         if sizes != (self.layout.size, self.config.network.hidden):
             raise BadValueError(
                 f"a buffer of (observation, memory) sizes {sizes} for a policy of "
@@ -255,7 +254,7 @@ class PPOAgent:
     ) -> tuple[Decision, Tensor]:
         """Decision and normalised values of a batch's steps, in packed order."""
         encoded = self._encode(observations)
-        core = self.network.unroll(encoded.trunk, batch.stretches, batch.memory)
+        core = self.network.unroll(encoded.trunk, batch.stretches, batch.hidden_state)
         decision = self._decide(core, encoded, masks, epsilon, actions=actions, measured=measured)
         return decision, self.network.value(core, encoded)
 
@@ -274,7 +273,7 @@ class PPOAgent:
         gaps = (log_probs - buffer.log_probs.flatten(0, 1)).abs().where(buffer.valid.flatten().unsqueeze(1), 0.0)
         return Reference(log_probs, decided, values, gaps.amax())
 
-    def _learn(self, lesson: Lesson, parts: list[Part], halted: Tensor, record: UpdateRecord) -> Tensor:
+    def _learn(self, lesson: PreparedRound, parts: list[Minibatch], halted: Tensor, record: UpdateRecord) -> Tensor:
         """One minibatch. Returns whether this step, and with it every later one, is not to be taken."""
         kl = self._or_eager(lambda: self._differentiate(lesson, parts, record))
         if kl is not None and self.config.target_kl is not None:
@@ -285,7 +284,7 @@ class PPOAgent:
         record.close(halted=halted, norm=norm, factor=factor, head_norms=head_norms)
         return halted
 
-    def _differentiate(self, lesson: Lesson, parts: list[Part], record: UpdateRecord) -> Tensor | None:
+    def _differentiate(self, lesson: PreparedRound, parts: list[Minibatch], record: UpdateRecord) -> Tensor | None:
         """Gradients of a minibatch, piece by piece. Returns the joint action's KL where an update may stop by it."""
         for weight in self._weights:
             weight.grad = None
@@ -297,7 +296,7 @@ class PPOAgent:
             kl = part_kl if kl is None or part_kl is None else kl + part_kl
         return kl
 
-    def _loss(self, lesson: Lesson, part: Part, record: UpdateRecord) -> tuple[Tensor, Tensor | None]:
+    def _loss(self, lesson: PreparedRound, part: Minibatch, record: UpdateRecord) -> tuple[Tensor, Tensor | None]:
         """The loss of a piece, and its share of the minibatch's KL where that is needed.
 
         Each mean divides by the count over the whole round × 1/minibatches, however large the minibatch is.

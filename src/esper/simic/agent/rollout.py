@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable, Masks
-from esper.tamiyo.network import Memory, Stretches
+from esper.tamiyo.network import HiddenState, Stretches
 
 Array = NDArray[np.int64]
 BLOCK_CELLS = 140
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     cells: Tensor
     """(steps,) into the round's tensors, flattened over rows and columns"""
     stretches: Stretches
-    memory: Memory
+    hidden_state: HiddenState
     """(sequences, hidden): what each begins with"""
 
 
@@ -84,7 +84,7 @@ class TamiyoRolloutBuffer:
         self.values, self.rewards, self.bootstraps = (self._zeros(*shape) for _ in range(3))
         self.ends = self._zeros(*shape, dtype=torch.bool)
         self.lengths = self._zeros(n_envs, dtype=torch.long)
-        self.memory: Memory = (self._zeros(n_envs, hidden), self._zeros(n_envs, hidden))
+        self.hidden_state: HiddenState = (self._zeros(n_envs, hidden), self._zeros(n_envs, hidden))
         self.tasks = self._zeros(n_envs, dtype=torch.long) if tasks is None else tasks.to(self.device)
         """(n_envs,): whose statistics an env's returns belong to."""
         _check("tasks", self.tasks, self.lengths, (n_envs,))
@@ -96,11 +96,11 @@ class TamiyoRolloutBuffer:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @torch.no_grad()
-    def begin(self, memory: Memory, epsilon: float = 0.0) -> None:
+    def begin(self, hidden_state: HiddenState, epsilon: float = 0.0) -> None:
         """Start a round with the memory that each env carries into it; what was here before is out of reach."""
-        for own, given in zip(self.memory, memory, strict=True):
+        for own, given in zip(self.hidden_state, hidden_state, strict=True):
             _check("memory", given, own, own.shape)
-        for own, given in zip(self.memory, memory, strict=True):
+        for own, given in zip(self.hidden_state, hidden_state, strict=True):
             own.copy_(given)
         self.epsilon = epsilon
         self.lengths.zero_()
@@ -188,7 +188,7 @@ class TamiyoRolloutBuffer:
         inside = time < lengths
         cells = self.moved((starts + time)[inside])
         carried, whose = self.moved(starts[:, None] % self.capacity == 0), self.moved(sequences.rows[chosen])
-        hidden, cell = (part[whose].where(carried, 0.0) for part in self.memory)
+        hidden, cell = (part[whose].where(carried, 0.0) for part in self.hidden_state)
         blocks, place = _stretches(lengths, inside)
         full = sum(size * span for size, span in blocks) == len(place)
         return Batch(cells, Stretches(blocks, None if full else self.moved(place)), (hidden, cell))

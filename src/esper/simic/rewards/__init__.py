@@ -11,8 +11,15 @@ from esper.simic.rewards.attribution import (
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
 from esper.simic.rewards.detectors import Finding, Suspects, Suspicion, detect, findings
 from esper.simic.rewards.families import FAMILIES, compute_reward
-from esper.simic.rewards.potentials import is_measured, potential, relative_loss, rent
-from esper.simic.rewards.transition import RewardBreakdown, Rewarded, RewardInputs
+from esper.simic.rewards.potentials import (
+    RewardBreakdown,
+    Rewarded,
+    RewardInputs,
+    is_measured,
+    potential,
+    relative_loss,
+    rent,
+)
 
 __all__ = [
     "FAMILIES",

@@ -11,13 +11,23 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, Measurement
+from esper.kasmina import MorphogeneticModel
+from esper.kasmina.compare import RowScore, score_row
+from esper.kasmina.slot import Role
+from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement
 from esper.leyline.numbers import require_whole
+from esper.tolaria import HostFleet
+from esper.tolaria.batches import Samples
+from esper.tolaria.memory import LEAST_PART, memory_guard
+from esper.tolaria.passes import score_rows
+from esper.tolaria.rows import Rows, deployed_rows
 
 EXACT_UP_TO = 4
 """Seeds whose 2ⁿ coalitions are all scored."""
@@ -150,3 +160,67 @@ def _attribute(scored: _Scored, weights: Sequence[Weights], seeds: int, method: 
 def _standard_error(values: Sequence[float]) -> float:
     mean = sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+class ActingSeeds(NamedTuple):
+    """The seeds that act in one host; they are scored as the host is at that moment."""
+
+    slots: tuple[str, ...]
+    """Seed i of a coalition is the one in slot i, in the host's order"""
+    score: ScoreCoalition
+
+
+def attribute(seeds: ActingSeeds, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
+    """What each of them is worth, in the order of `seeds.slots`: Shapley values.
+
+    Exact for up to four seeds, from all their coalitions; above, from so many random orders of arrival.
+    """
+    return shapley(seeds.score, len(seeds.slots), orders=orders, rng_seed=rng_seed)
+
+
+def seeds_of_model(model: MorphogeneticModel, x: Tensor, targets: Tensor, calibration: Tensor) -> ActingSeeds:
+    """The acting seeds of a model on these images; `calibration` are training inputs, as for `model.measure`."""
+    slots = tuple(slot_id for slot_id, slot in model.seed_slots.items() if slot.state.stage in ACTIVE_STAGES)
+
+    def score(acting: Collection[str]) -> RowScore:
+        roles = {slot_id: Role.SILENT for slot_id in slots if slot_id not in acting}
+        with torch.compiler.set_stance("force_eager"):  # rows that run once are not worth a graph each
+            return score_row(model.body, x, targets, roles, calibration)
+
+    return ActingSeeds(slots, _by_number(slots, score))
+
+
+def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) -> ActingSeeds:
+    """The acting seeds of one host of a fleet, on these images (default: those that `fleet.validate` scores)."""
+    fleet.check_env(env)
+    slots = tuple(slot_id for slot_id, state in fleet.states[env].items() if state.stage in ACTIVE_STAGES)
+    samples = fleet.batches.validation() if samples is None else samples
+    calibration = fleet.batches.calibration(fleet.task.calibration_size)
+    # Among neighbours, whose rows are thrown away: in passes of fewer rows some kernels round differently.
+    everyone = range(len(fleet.host.weights))
+    first = max(0, min(env, len(everyone) - LEAST_PART))
+    envs = everyone[first : first + LEAST_PART]
+
+    def score(acting: Collection[str]) -> RowScore:
+        with memory_guard(fleet, "scoring coalitions"):
+            return score_rows(fleet, _rows_with(fleet, envs, acting), samples, calibration)[envs.index(env)]
+
+    return ActingSeeds(slots, _by_number(slots, score))
+
+
+def _rows_with(fleet: HostFleet, envs: Sequence[int], acting: Collection[str]) -> Rows:
+    """Main rows of these envs in which only these slots act."""
+    _ = fleet.plan  # settles the banks
+    rows = deployed_rows(fleet, envs)
+    acts = {place: [act for act in found if act.bank.slot.slot_id in acting] for place, found in rows.acts.items()}
+    return replace(rows, acts=acts)
+
+
+def _by_number(slots: Sequence[str], score: Callable[[Collection[str]], RowScore]) -> ScoreCoalition:
+    """Slots by their number, and what pairs the errors."""
+
+    def score_numbered(coalition: Coalition) -> Score:
+        found = score([slots[seed] for seed in coalition])
+        return Score(found.accuracy, found.correct)
+
+    return score_numbered

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.potentials import is_measured
-from esper.simic.rewards.transition import RewardInputs
+from esper.simic.rewards.potentials import RewardInputs, is_measured
 from esper.tamiyo.signals import SlotView
 
 

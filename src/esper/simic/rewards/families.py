@@ -21,8 +21,18 @@ from torch import Tensor
 from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.rewards import costs
 from esper.simic.rewards.config import RewardConfig
-from esper.simic.rewards.potentials import carried, credit, rent, shaping, stage_potential, unexplained
-from esper.simic.rewards.transition import SHAPING, RewardBreakdown, Rewarded, RewardInputs
+from esper.simic.rewards.potentials import (
+    SHAPING,
+    RewardBreakdown,
+    Rewarded,
+    RewardInputs,
+    carried,
+    credit,
+    rent,
+    shaping,
+    stage_potential,
+    unexplained,
+)
 
 Levels = Mapping[str, Tensor]
 

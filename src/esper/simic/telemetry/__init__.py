@@ -1,26 +1,21 @@
 """What goes wrong in learning, named while it happens: measurements, alarms, profiles. Nothing here changes a run."""
 
-from esper.simic.telemetry.alarms import Alarm, Severity
+from esper.simic.telemetry.alarms import Alarm, AlarmLimits, RoundFacts, Severity
 from esper.simic.telemetry.catalogue import alarm_catalogue
-from esper.simic.telemetry.detail import Detail, DetailLevel
-from esper.simic.telemetry.detector import AnomalyDetector, DetectorState
-from esper.simic.telemetry.drift import DriftState, GradientEMATracker
-from esper.simic.telemetry.examination import DetailReport, Examination
-from esper.simic.telemetry.facts import RoundFacts
+from esper.simic.telemetry.detector import AnomalyDetector, DetectorState, DriftState, GradientEMATracker
+from esper.simic.telemetry.examination import Detail, DetailLevel, DetailReport, Examination
 from esper.simic.telemetry.gradients import (
     GradientFigures,
+    GradientMonitor,
     GradientReport,
-    GradientWatch,
     collect_gradients,
     gradients_of,
     measure_gradients,
 )
-from esper.simic.telemetry.limits import AlarmLimits
 from esper.simic.telemetry.lstm import LstmHealth, compute_lstm_health, worst_health
 from esper.simic.telemetry.observations import ColumnStatistics, observation_statistics
+from esper.simic.telemetry.profiling import Spans, SpanTotal, check_trace, operator_trace
 from esper.simic.telemetry.ratios import Offender, RatioExplosionDiagnostic, RatioLimits, RatioReport
-from esper.simic.telemetry.spans import Spans, SpanTotal
-from esper.simic.telemetry.trace import check_trace, operator_trace
 
 __all__ = [
     "Alarm",
@@ -35,8 +30,8 @@ __all__ = [
     "Examination",
     "GradientEMATracker",
     "GradientFigures",
+    "GradientMonitor",
     "GradientReport",
-    "GradientWatch",
     "LstmHealth",
     "Offender",
     "RatioExplosionDiagnostic",

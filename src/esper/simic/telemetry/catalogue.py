@@ -1,6 +1,6 @@
 """The alarms as a table for people."""
 
-from esper.simic.telemetry.limits import AlarmLimits
+from esper.simic.telemetry.alarms import AlarmLimits
 from esper.simic.telemetry.rules import RULES
 
 

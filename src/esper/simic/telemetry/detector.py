@@ -1,19 +1,62 @@
-"""From the figures of every round to alarms that begin once and end once."""
+"""How far a gradient norm has drifted from what it used to be."""
 
 import math
 from dataclasses import dataclass, field, replace
 
 from esper.leyline import BadValueError
+from esper.leyline.numbers import require_positive, require_whole
 from esper.simic.agent import PPOConfig, PPOUpdateMetrics
-from esper.simic.telemetry.alarms import Alarm, Reading, Rule, Sight
-from esper.simic.telemetry.drift import DriftState, GradientEMATracker
-from esper.simic.telemetry.facts import RoundFacts
-from esper.simic.telemetry.limits import AlarmLimits
+from esper.simic.telemetry.alarms import Alarm, AlarmLimits, Reading, RoundFacts, Rule, Sight
 from esper.simic.telemetry.rules import RULES
 
 
 @dataclass(frozen=True)
-class Watch:
+class DriftState:
+    """What a tracker remembers; plain numbers, for a checkpoint."""
+
+    log_mean: float = 0.0
+    """Exponential mean of ln(norm)"""
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        require_whole("count", self.count, 0)
+        if not math.isfinite(self.log_mean):
+            raise BadValueError(f"log_mean {self.log_mean!r} is not finite")
+
+
+class GradientEMATracker:
+    """Compares a norm with its exponential mean, which is taken over logarithms: norms vary by factors, and one burst
+    must not set the scale for long. The k-th value weighs max(1/k, 1 − momentum): no pull of a made-up start. One that
+    is in doubt weighs 1 − momentum, or the mean of a young run would have followed a drift before it counts as one."""
+
+    def __init__(self, momentum: float = 0.9, state: DriftState | None = None) -> None:
+        if not 0 <= momentum < 1:
+            raise BadValueError(f"momentum {momentum!r} is not in [0, 1)")
+        self.momentum = momentum
+        self.state = state if state is not None else DriftState()
+
+    @property
+    def mean(self) -> float | None:
+        """What the norm used to be; None before the first."""
+        return math.exp(self.state.log_mean) if self.state.count else None
+
+    def observe(self, norm: float, doubtful: float = math.inf) -> float:
+        """How many times the norm differs from its mean so far, up or down (1: not at all); then take it in, with the
+        least weight if it differs by more than `doubtful` times."""
+        require_positive("norm", norm, remark="; what is not finite, or 0, is not drift: look at the gradients")
+        value, count = math.log(norm), self.state.count + 1
+        if count == 1:
+            self.state = DriftState(value, 1)
+            return 1.0
+        gap = value - self.state.log_mean
+        drift = math.exp(abs(gap))
+        weight = 1 - self.momentum if drift > doubtful else max(1 / count, 1 - self.momentum)
+        self.state = DriftState(self.state.log_mean + weight * gap, count)
+        return drift
+
+
+@dataclass(frozen=True)
+class AlarmState:
     """One kind of alarm about one subject."""
 
     kind: str
@@ -33,7 +76,7 @@ class DetectorState:
 
     last_round: int = -1
     drift: DriftState = field(default_factory=DriftState)
-    watches: tuple[Watch, ...] = ()
+    alarms: tuple[AlarmState, ...] = ()
 
 
 class AnomalyDetector:
@@ -52,17 +95,17 @@ class AnomalyDetector:
         state = state if state is not None else DetectorState()
         self._last_round = state.last_round
         self._tracker = GradientEMATracker(self.limits.drift_momentum, state.drift)
-        self._watches = {(watch.kind, watch.subject): watch for watch in state.watches}
+        self._alarms = {(watch.kind, watch.subject): watch for watch in state.alarms}
 
     @property
     def state(self) -> DetectorState:
         """All that a resumed run needs to go on alike."""
-        return DetectorState(self._last_round, self._tracker.state, tuple(self._watches.values()))
+        return DetectorState(self._last_round, self._tracker.state, tuple(self._alarms.values()))
 
     @property
-    def active(self) -> tuple[Watch, ...]:
+    def active(self) -> tuple[AlarmState, ...]:
         """Alarms that have begun and not ended."""
-        return tuple(watch for watch in self._watches.values() if watch.active)
+        return tuple(watch for watch in self._alarms.values() if watch.active)
 
     def look(self, round_index: int, metrics: PPOUpdateMetrics, facts: RoundFacts | None = None) -> tuple[Alarm, ...]:
         """What begins or ends with this round, in the order of the catalogue."""
@@ -96,13 +139,13 @@ class AnomalyDetector:
 
     def _judge(self, rule: Rule, reading: Reading, round_index: int) -> Alarm | None:
         key = rule.kind, reading.subject
-        watch = self._watches.get(key, Watch(*key))
+        watch = self._alarms.get(key, AlarmState(*key))
         bad = watch.bad + 1 if reading.verdict == "bad" else 0
         calm = watch.calm + 1 if reading.verdict == "healthy" else 0
         begins = not watch.active and bad >= rule.rounds(self.limits)
         ends = watch.active and calm >= self.limits.calm
         since = round_index if begins else watch.since
-        self._watches[key] = replace(
+        self._alarms[key] = replace(
             watch, bad=bad, calm=calm, active=(watch.active or begins) and not ends, since=since
         )
         if begins:

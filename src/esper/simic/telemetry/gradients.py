@@ -79,7 +79,7 @@ def measure_gradients(
     return {place: _figures(torch.cat(tensors)) for place, tensors in parts.items()}
 
 
-class GradientWatch:
+class GradientMonitor:
     """Gradients of one backward pass after another, measured where they are and read together."""
 
     def __init__(self, group: Callable[[str], str] = module_of) -> None:
@@ -124,7 +124,7 @@ def collect_gradients(
     gradients: Mapping[str, Tensor | None], group: Callable[[str], str] = module_of
 ) -> GradientReport:
     """Figures by module. Host sync: one, also where gradients lie on several devices."""
-    watch = GradientWatch(group)
+    watch = GradientMonitor(group)
     watch.add(gradients)
     return watch.report()
 

@@ -82,9 +82,9 @@ def compute_lstm_health(hidden: Tensor | tuple[Tensor, Tensor] | None) -> LstmHe
     )
 
 
-def worst_health(memories: Iterable[LstmHealth | None]) -> LstmHealth | None:
+def worst_health(hidden_states: Iterable[LstmHealth | None]) -> LstmHealth | None:
     """Several memories as one: the largest of each figure, and all faults; None where none was measured."""
-    found = [health for health in memories if health is not None]
+    found = [health for health in hidden_states if health is not None]
     if not found:
         return None
     figures: dict[str, Any] = {}

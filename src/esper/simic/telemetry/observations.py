@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_positive
-from esper.simic.control.normalisers import CLIP
+from esper.simic.control import CLIP
 from esper.simic.telemetry.transfer import fetch
 
 

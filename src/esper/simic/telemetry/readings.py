@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 
 from esper.simic.agent import PPOUpdateMetrics
-from esper.simic.telemetry.alarms import Reading, Sight, Verdict, above, below
-from esper.simic.telemetry.limits import AlarmLimits
+from esper.simic.telemetry.alarms import AlarmLimits, Reading, Sight, Verdict, above, below
 from esper.simic.telemetry.ratios import JOINT
 
 GRADIENT_FIELDS = ("pre_clip_grad_norm", "clip_factor", "grad_norm")

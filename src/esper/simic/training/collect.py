@@ -1,4 +1,4 @@
-"""One round: N episodes in lockstep, recorded for the update."""
+"""From a step of the fleet to its reward."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,13 +8,57 @@ from torch import Tensor
 
 from esper.leyline import BadValueError, derive_seed
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
-from esper.simic.rewards import Finding, RewardConfig, Suspects, detect, findings, is_measured
+from esper.simic.evaluation.results import RHO
+from esper.simic.rewards import (
+    Finding,
+    RewardConfig,
+    Rewarded,
+    RewardInputs,
+    Suspects,
+    compute_reward,
+    detect,
+    findings,
+    is_measured,
+)
 from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult
-from esper.simic.training.results import RHO
-from esper.simic.training.rewarding import reward_step
-from esper.simic.training.seeds import Purpose, host_seed
-from esper.tamiyo.features import tell_end
+from esper.simic.training.hosts import Purpose, host_seed
+from esper.tamiyo.features import fill_in_control_end
+from esper.tamiyo.policy import PolicyView
+
+
+def reward_step(
+    config: RewardConfig, runner: EpisodeRunner, view: PolicyView, actions: Tensor, result: StepResult
+) -> Rewarded:
+    """Rewards of all grown envs for the step that led from `view` to `result`."""
+    task, like = runner.fleet.task, result.accuracy
+    names = runner.table.names
+    terminal = torch.full_like(like, runner.done, dtype=torch.bool)
+    nothing = torch.zeros_like(like)
+    hardened = result.hardened_accuracy is not None
+    gain = nothing
+    if result.hardened_accuracy is not None and result.hardened_control is not None:
+        gain = result.hardened_accuracy - result.hardened_control
+    inputs = RewardInputs(
+        potential=runner.potential,
+        op=actions[:, names.index("op")],
+        slot=actions[:, names.index("slot")],
+        before=view.signals.slots,
+        after=result.slots,
+        seed_parameters=result.seed_parameters,
+        gain=result.gain,
+        control_accuracy=result.control_accuracy,
+        chance_accuracy=torch.full_like(like, 100 / task.classes),
+        loss=result.loss,
+        acting_parameters=result.acting_parameters,
+        fossil_parameters=result.fossil_parameters,
+        host_parameters=torch.full_like(like, task.host_parameters),
+        terminal=terminal,
+        objective_gain=gain,
+        objective_loss=result.hardened_loss if hardened and result.hardened_loss is not None else nothing,
+        panic=result.panics,
+    )
+    return compute_reward(config, inputs)
 
 
 class RoundRecord(NamedTuple):
@@ -47,7 +91,7 @@ class RoundRecord(NamedTuple):
     control_accuracies: Tensor
     alphas: Tensor
     """(steps, n, slots): with which each step was trained"""
-    watched: Tensor
+    suspect_counts: Tensor
     """(3,): acting seeds with a measured contribution over all steps; of these, hacking; of these, ransomware"""
     suspects: tuple[Finding, ...]
     """Seeds that look better than they are"""
@@ -75,7 +119,7 @@ def action_draws(
     return torch.stack(streams, 1)
 
 
-class Collector:
+class RoundCollector:
     """Fills a buffer with rounds: an episode of each task's hosts, one task after the other, all for one update."""
 
     def __init__(
@@ -108,9 +152,9 @@ class Collector:
     def collect(self, round_index: int) -> list[RoundRecord]:
         """One round with the agent's present policy; its observations enter the statistics when it is complete."""
         agent = self.agent
-        self.buffer.begin(agent.network.initial_memory(self.buffer.n_envs), agent.epsilon)
+        self.buffer.begin(agent.network.initial_state(self.buffer.n_envs), agent.epsilon)
         records = [self._play(round_index, runner, rows) for runner, rows in zip(self.runners, self.rows, strict=True)]
-        agent.look_back(self.buffer)
+        agent.recompute_values(self.buffer)
         if agent.progress >= agent.config.freeze_after:
             agent.observations.freeze()
         agent.observations.update(torch.cat([record.features.flatten(0, 1) for record in records]))
@@ -127,7 +171,7 @@ class Collector:
         spans = self.spans
         with spans("begin"):
             runner.begin(seeds)
-        memory = agent.network.initial_memory(len(rows))
+        hidden_state = agent.network.initial_state(len(rows))
         results: list[StepResult] = []
         parts: list[dict[str, Tensor]] = []
         features: list[Tensor] = []
@@ -137,9 +181,9 @@ class Collector:
                 view = runner.view()
             features.append(view.features)
             with spans("act"):
-                seen = agent.see(view.features)
-                decision, values, memory = agent.act(
-                    seen, view.masks, memory, epsilon=buffer.epsilon, uniform=draws[step]
+                seen = agent.normalise(view.features)
+                decision, values, hidden_state = agent.act(
+                    seen, view.masks, hidden_state, epsilon=buffer.epsilon, uniform=draws[step]
                 )
             with spans("step"):
                 result = runner.step(decision.actions)
@@ -148,7 +192,7 @@ class Collector:
             runner.potential = rewarded.potential
             if step == steps // 2:
                 with spans("watch"):
-                    lstm = compute_lstm_health(memory)
+                    lstm = compute_lstm_health(hidden_state)
             ends = result.panics | runner.done
             values = agent.values_of(values, buffer.tasks[rows.start : rows.stop])
             buffer.add(
@@ -164,14 +208,14 @@ class Collector:
                 ),
                 None if len(self.runners) == 1 else rows,
             )
-            memory = (memory[0].where(~ends[:, None], 0.0), memory[1].where(~ends[:, None], 0.0))
+            hidden_state = (hidden_state[0].where(~ends[:, None], 0.0), hidden_state[1].where(~ends[:, None], 0.0))
             results.append(result)
             parts.append(dict(rewarded.breakdown.parts))
         control_end = results[-1].hardened_control
         assert control_end is not None
-        told = tell_end(torch.stack(features), runner.layout, control_end)
+        told = fill_in_control_end(torch.stack(features), runner.layout, control_end)
         buffer.observations[rows.start : rows.stop, :steps] = (
-            agent.see(told.flatten(0, 1)).view_as(told).transpose(0, 1)
+            agent.normalise(told.flatten(0, 1)).view_as(told).transpose(0, 1)
         )
         return self._record(runner, rows, told, results, parts, lstm)
 
@@ -185,7 +229,7 @@ class Collector:
         lstm: LstmHealth | None,
     ) -> RoundRecord:
         with self.spans("watch"):
-            watched, suspects = watch(results, self.reward, runner.slots.slot_ids)
+            suspect_counts, suspects = find_suspects(results, self.reward, runner.slots.slot_ids)
         last = results[-1]
         assert last.hardened_accuracy is not None
         assert last.hardened_control is not None
@@ -208,7 +252,7 @@ class Collector:
             accuracies=torch.stack([result.accuracy for result in results]),
             control_accuracies=torch.stack([result.control_accuracy for result in results]),
             alphas=torch.stack([result.slots.alpha for result in results]),
-            watched=watched,
+            suspect_counts=suspect_counts,
             suspects=suspects,
             lstm=lstm,
             changes=[(step, change) for step, result in enumerate(results) for change in result.changes],
@@ -216,7 +260,7 @@ class Collector:
         )
 
 
-def watch(
+def find_suspects(
     results: Sequence[StepResult], reward: RewardConfig, slot_ids: Sequence[str]
 ) -> tuple[Tensor, tuple[Finding, ...]]:
     """Over every step of an episode, (3,): acting seeds with a measured contribution, and how many of them look better

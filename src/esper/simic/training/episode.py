@@ -1,12 +1,6 @@
-"""One episode of all hosts in lockstep, step by step: whoever decides, decides from outside.
+"""An action on one env: one verb of the fleet per op."""
 
-runner.begin(seeds)
-while not runner.done:
-    view = runner.view()            # observe, masks
-    result = runner.step(actions)   # apply, train, validate, govern, tick
-"""
-
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
@@ -14,19 +8,78 @@ from torch import Tensor
 
 from esper.kasmina import lifecycle
 from esper.kasmina.compare import RowScore
-from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, HeadPreset, SeedStage, StageChange
+from esper.leyline import (
+    ACTIVE_STAGES,
+    HEADS,
+    LIVE_STAGES,
+    BadValueError,
+    EsperError,
+    HeadPreset,
+    LifecycleOp,
+    SeedStage,
+    SlotConfig,
+    StageChange,
+)
 from esper.simic.telemetry import Spans
-from esper.simic.training.apply import apply_action
-from esper.simic.training.groups import Groups
+from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import Observer, accuracy_of, first_actions, loss_of
-from esper.tamiyo import ObservationLayout, growth_table
+from esper.tamiyo import ActionTable, ObservationLayout, growth_table
 from esper.tamiyo.features import growth_layout, signals_to_features
-from esper.tamiyo.masks import growth_masks
-from esper.tamiyo.policy import View
+from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
-from esper.tolaria.measure import FleetComparison
+from esper.tolaria.measurement import FleetComparison
 from esper.tolaria.probing import Prober, Sensing
+
+_CHOICES = {head.name: head.choices for head in HEADS}
+
+
+class IllegalActionError(EsperError, RuntimeError):
+    """A policy did what its masks do not allow."""
+
+
+def apply_action(fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig) -> LifecycleOp:
+    """Carry out one action (an index per head); raises where the fleet refuses what the masks allowed."""
+    chosen = dict(zip(table.names, action, strict=True))
+    op = LifecycleOp(chosen["op"])
+    slot_id = slots.slot_ids[chosen["slot"]]
+    try:
+        if op is LifecycleOp.GERMINATE:
+            fleet.germinate(
+                env,
+                slot_id,
+                slots.blueprint_names[chosen["blueprint"]],
+                style=str(_value(chosen, "blend")),
+                tempo=int(_value(chosen, "tempo")),
+                alpha_target=float(_value(chosen, "alpha_target")),
+            )
+        elif op is LifecycleOp.ADVANCE:
+            fleet.advance(env, slot_id)
+        elif op is LifecycleOp.FOSSILIZE:
+            fleet.fossilize(env, slot_id)
+        elif op is LifecycleOp.PRUNE:
+            steps, curve = int(_value(chosen, "alpha_speed")), str(_value(chosen, "alpha_curve"))
+            fleet.prune(env, slot_id, steps=steps, curve=curve)
+        elif op is LifecycleOp.SET_ALPHA_TARGET:
+            fleet.set_alpha_target(
+                env,
+                slot_id,
+                float(_value(chosen, "alpha_target")),
+                steps=int(_value(chosen, "alpha_speed")),
+                curve=str(_value(chosen, "alpha_curve")),
+            )
+    except EsperError as error:
+        raise IllegalActionError(f"env {env}: {op.name} in {slot_id} was offered but refused: {error}") from error
+    return op
+
+
+def _value(chosen: dict[str, int], name: str) -> int | float | str:
+    """The value behind a head's choice; the head's placeholder where the table lacks it."""
+    head = next(head for head in HEADS if head.name == name)
+    choices = _CHOICES[name]
+    assert not isinstance(choices, str), "slots and blueprints are looked up by the caller"
+    value: int | float | str = choices[chosen.get(name, head.placeholder)]
+    return value
 
 
 class SeedChange(NamedTuple):
@@ -109,11 +162,11 @@ class EpisodeRunner:
         self.potential = torch.zeros(n, device=fleet.device)
         """Φ of every env, as the reward last set it."""
 
-    def view(self) -> View:
+    def view(self) -> PolicyView:
         """What policies see now."""
         signals = self.observer.look(self.found, self.sensing, self.potential, self._last_op, self._last_succeeded)
         features = signals_to_features(signals, self.layout)
-        return View(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
+        return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
 
     def step(self, actions: Tensor) -> StepResult:
         """Apply the actions (n, heads), train, measure, let the governor look, tick."""
@@ -229,3 +282,27 @@ class EpisodeRunner:
             for env in self.groups.envs
         ]
         return torch.tensor(counts, dtype=torch.float32, device=self.fleet.device)
+
+
+Act = Callable[[PolicyView], Tensor]
+"""Actions (n, heads) of all grown envs from what a policy is given."""
+OnStep = Callable[[int, PolicyView, Tensor, StepResult], None]
+"""Called after every step with its number, what was seen, what was done, and what it led to."""
+
+
+def play_episode(runner: EpisodeRunner, act: Act, on_step: OnStep | None = None) -> StepResult:
+    """Play the episode that `runner.begin` started, to its end; returns the result of the last step."""
+    step, result = 0, None
+    while not runner.done:
+        with runner.spans("observe"):
+            view = runner.view()
+        with runner.spans("act"):
+            actions = act(view)
+        with runner.spans("step"):
+            result = runner.step(actions)
+        if on_step is not None:
+            on_step(step, view, actions, result)
+        step += 1
+    if result is None:
+        raise BadValueError("the episode is over; call runner.begin(seeds) first")
+    return result

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.training.runs import RunFolder
+from esper.simic.training.run_folder import RunFolder
 from esper.tamiyo import ActionTable, ObservationLayout, signals_to_features
-from esper.tamiyo.network import Memory
-from esper.tamiyo.policy import View
+from esper.tamiyo.network import HiddenState
+from esper.tamiyo.policy import PolicyView
 
 
 class LearnedPolicy:
@@ -25,20 +25,20 @@ class LearnedPolicy:
         """The heads of its actions."""
         return self.agent.table
 
-    def initial_memory(self, seeds: list[int]) -> Memory:
+    def initial_state(self, seeds: list[int]) -> HiddenState:
         """An empty memory per env."""
-        return self.agent.network.initial_memory(len(seeds))
+        return self.agent.network.initial_state(len(seeds))
 
-    def act(self, view: View, memory: Memory, uniform: Tensor) -> tuple[Tensor, Memory]:
+    def act(self, view: PolicyView, hidden_state: HiddenState, uniform: Tensor) -> tuple[Tensor, HiddenState]:
         """Actions (n, heads)."""
         # By its own columns: a policy that was trained without sensing is not shown what others sense.
-        seen = self.agent.see(signals_to_features(view.signals, self.agent.layout))
-        decision, _, memory = self.agent.act(seen, view.masks, memory, uniform=uniform, greedy=self.greedy)
-        return decision.actions, memory
+        seen = self.agent.normalise(signals_to_features(view.signals, self.agent.layout))
+        decision, _, hidden_state = self.agent.act(seen, view.masks, hidden_state, uniform=uniform, greedy=self.greedy)
+        return decision.actions, hidden_state
 
-    def forget(self, memory: Memory, who: Tensor) -> Memory:
+    def forget(self, hidden_state: HiddenState, who: Tensor) -> HiddenState:
         """Empty the memory of the envs (n,) bool that begin a new segment."""
-        return memory[0].where(~who[:, None], 0.0), memory[1].where(~who[:, None], 0.0)
+        return hidden_state[0].where(~who[:, None], 0.0), hidden_state[1].where(~who[:, None], 0.0)
 
 
 def load_policy(

@@ -10,10 +10,10 @@ from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
 from esper.leyline import LIVE_STAGES, LifecycleOp, SeedStage, SlotSpec
-from esper.simic.training.groups import Groups
+from esper.simic.training.hosts import Groups
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
 from esper.tolaria import HostFleet
-from esper.tolaria.measure import FleetComparison
+from esper.tolaria.measurement import FleetComparison
 from esper.tolaria.probing import Sensing
 
 _FIELDS = (

@@ -11,20 +11,19 @@ from pathlib import Path
 import torch
 
 from esper.leyline import BadValueError, StorageError, derive_seed, head_preset
-from esper.leyline.interrupts import interrupts_held, termination_interrupts
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import encode
-from esper.leyline.series import KEEP
-from esper.nissa import AlarmRaised, Watch
+from esper.nissa import AlarmRaised, SinkSettings
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics
 from esper.simic.telemetry import Alarm, AnomalyDetector, Examination, Spans, check_trace, operator_trace
-from esper.simic.training.collect import Collector, RoundRecord, check_alike
+from esper.simic.training.collect import RoundCollector, RoundRecord, check_alike
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.fleets import check_device, growth_fleet
-from esper.simic.training.groups import Groups
-from esper.simic.training.journal import (
+from esper.simic.training.hosts import Groups, check_device, growth_fleet
+from esper.simic.training.learned import begin_with
+from esper.simic.training.recorder import (
     round_facts,
+    session,
     summary,
     timing_of,
     write_alarms,
@@ -32,10 +31,9 @@ from esper.simic.training.journal import (
     write_events,
     write_metrics,
 )
-from esper.simic.training.learned import begin_with
-from esper.simic.training.run_config import check_settings
-from esper.simic.training.runs import RunFolder, Watching
-from esper.simic.training.session import session
+from esper.simic.training.run_folder import RunFolder, TelemetryState, check_settings
+from esper.storage.interrupts import interrupts_held, termination_interrupts
+from esper.storage.series import KEEP
 from esper.tolaria import get_task
 
 
@@ -49,15 +47,15 @@ class Trainer:
         *,
         resume: bool = False,
         keep_checkpoints: int = KEEP,
-        watch: Watch | None = None,
+        sinks: SinkSettings | None = None,
         profile: Path | None = None,
     ) -> None:
         """A new run, or one to go on with (as it was configured: it keeps as many checkpoints as it was begun with).
 
-        `watch`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round.
+        `sinks`: who else is shown what happens. `profile`: a folder for a trace of every operator of one round.
         """
-        self.watch = Watch() if watch is None else watch
-        self.watch.check()
+        self.sinks = SinkSettings() if sinks is None else sinks
+        self.sinks.check()
         torch.set_num_threads(config.threads)
         self.config = config
         if resume:
@@ -82,7 +80,7 @@ class Trainer:
         if config.start is not None and (not resume or RunFolder.last_checkpoint(folder) is None):
             begin_with(self.agent, config.start)
         # Last, so that a run that cannot start leaves nothing behind.
-        self.round, watching = 0, Watching()
+        self.round, watching = 0, TelemetryState()
         self._remarks: tuple[str, ...] | None = None
         if resume:
             self.folder, (self.agent, self.round, watching, self._remarks) = RunFolder.open(folder, config, self.agent)
@@ -95,8 +93,8 @@ class Trainer:
         self.alarms: tuple[Alarm, ...] = ()
         """Of the last round"""
         self.spans = Spans()
-        self.collector = Collector(self.runners, self.agent, config.reward, config.seed, self.spans)
-        self.hub = self.watch.open(self.folder.path, encode(config), self.round)
+        self.collector = RoundCollector(self.runners, self.agent, config.reward, config.seed, self.spans)
+        self.hub = self.sinks.open(self.folder.path, encode(config), self.round)
         self._profile = profile
         # The first round in a process does things that no other does; where it is the only one, it is that or nothing.
         self._traced = min(self.round + 1, config.rounds - 1)
@@ -121,7 +119,7 @@ class Trainer:
                 with session(self.folder.path, self.hub, self.config.rounds, lambda: self.round, self._remarks):
                     while self.round < self.config.rounds:
                         words = summary(self.run_round())
-                        advance(1, "" if self.watch.console else words)
+                        advance(1, "" if self.sinks.console else words)
             except KeyboardInterrupt:
                 print(f"stopped after round {self.round}; go on with --resume {self.folder.path}")
             except StorageError as error:
@@ -133,7 +131,7 @@ class Trainer:
     def _print_alarms(self) -> None:
         """The serious ones, where no sink does it."""
         for alarm in self.alarms:
-            if alarm.severity != "info" and not self.watch.console:
+            if alarm.severity != "info" and not self.sinks.console:
                 print(f"{alarm.severity}: {alarm}", flush=True)
 
     def run_round(self) -> list[RoundRecord]:
@@ -146,11 +144,11 @@ class Trainer:
             with self.spans("update"):
                 metrics = self.agent.update(self.collector.buffer, examination)
             with self.spans("watch"):
-                alarms, raised = self._watch(records, metrics, examination)
+                alarms, raised = self._record(records, metrics, examination)
         timing, slots = timing_of(self.spans.drain(), self.hub.metrics()), self.runners[0].slots
         measured = write_metrics(self.folder.metrics, self.round, records, slots, metrics, timing)
         with interrupts_held():  # a round counts once its checkpoint is there; then it is told of, too
-            self.folder.keep(self.agent, self.round + 1, Watching(self.detector.state, self.detail))
+            self.folder.keep(self.agent, self.round + 1, TelemetryState(self.detector.state, self.detail))
             self.round += 1
             self.alarms = alarms
             self.hub.publish(measured)
@@ -159,7 +157,7 @@ class Trainer:
             self._print_alarms()
         return records
 
-    def _watch(
+    def _record(
         self, records: list[RoundRecord], metrics: PPOUpdateMetrics, examination: Examination | None
     ) -> tuple[tuple[Alarm, ...], list[AlarmRaised]]:
         """The round's events, what is wrong with it, and how closely the next ones are looked at."""

@@ -22,7 +22,7 @@ from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, Unk
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable
 from esper.tamiyo.policies.proposals import Proposal, check_fit, propose, propose_seed, take_first
-from esper.tamiyo.policy import View
+from esper.tamiyo.policy import PolicyView
 from esper.tamiyo.signals import HostView, OfferView, SlotView
 
 OfferChoice = Literal["net", "per_cost", "worth"]
@@ -84,7 +84,7 @@ class HeuristicConfig:
             raise UnknownNameError("choice of blueprints", self.choice, OFFER_CHOICES)
 
 
-class HeuristicMemory(NamedTuple):
+class HeuristicState(NamedTuple):
     """What the rules remember of an episode."""
 
     level: Tensor
@@ -103,17 +103,17 @@ class HeuristicTamiyo:
         self.table, self.slots = table, slots
         self.config = config if config is not None else HeuristicConfig()
 
-    def initial_memory(self, seeds: list[int]) -> HeuristicMemory:
+    def initial_state(self, seeds: list[int]) -> HeuristicState:
         """Nothing was seen, nothing tried."""
         n, offers = len(seeds), (len(self.slots), len(self.slots.blueprint_names))
-        return HeuristicMemory(
+        return HeuristicState(
             torch.full((n,), -torch.inf), torch.zeros(n, dtype=torch.long), torch.zeros((n, *offers), dtype=torch.bool)
         )
 
-    def act(self, view: View, memory: HeuristicMemory, uniform: Tensor) -> tuple[Tensor, HeuristicMemory]:
+    def act(self, view: PolicyView, state: HeuristicState, uniform: Tensor) -> tuple[Tensor, HeuristicState]:
         """The first rule that applies."""
         hosts, offers = view.signals.hosts, view.signals.offers
-        level, since, sown = (part.to(uniform.device, non_blocking=True) for part in memory)
+        level, since, sown = (part.to(uniform.device, non_blocking=True) for part in state)
         rising = hosts.accuracy > level + self.config.plateau
         level = hosts.accuracy.where(rising, level)
         since = (since + 1).where(~rising, 0)
@@ -124,9 +124,9 @@ class HeuristicTamiyo:
             self._germinate(view, left, since, sown),
         ]
         actions = take_first(self.table, view.masks, rules)
-        return actions, HeuristicMemory(level, since, sown | self._sown_by(actions, offers))
+        return actions, HeuristicState(level, since, sown | self._sown_by(actions, offers))
 
-    def _judge_held(self, view: View, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
+    def _judge_held(self, view: PolicyView, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
         """Rescue at the end, fossilise, prune."""
         config, slots = self.config, view.signals.slots
         net = slots.contribution.value - config.rent * torch.log2(1 + seed_cost(slots, view.signals.offers))
@@ -139,7 +139,7 @@ class HeuristicTamiyo:
             propose(LifecycleOp.PRUNE, judged & (net < config.prune_below), -net, view.masks),
         )
 
-    def _judge_trained(self, view: View, left: Tensor) -> tuple[Proposal, Proposal]:
+    def _judge_trained(self, view: PolicyView, left: Tensor) -> tuple[Proposal, Proposal]:
         """Advance, prune."""
         config, slots = self.config, view.signals.slots
         audition = slots.audition
@@ -152,7 +152,7 @@ class HeuristicTamiyo:
             propose(LifecycleOp.PRUNE, judged & ~good & overdue, -audition.value, view.masks),
         )
 
-    def _germinate(self, view: View, left: Tensor, since: Tensor, sown: Tensor) -> Proposal:
+    def _germinate(self, view: PolicyView, left: Tensor, since: Tensor, sown: Tensor) -> Proposal:
         """On a plateau, the best offer."""
         config, stage = self.config, view.signals.slots.stage
         under_way = sum((stage == each).sum(-1) for each in UNDER_WAY)

@@ -11,7 +11,7 @@ from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, Unk
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable, Masks
 from esper.tamiyo.policies.proposals import check_fit, complete, pick
-from esper.tamiyo.policy import View
+from esper.tamiyo.policy import PolicyView
 
 MAX_SEEDS = 3
 NEVER = 2**62
@@ -84,7 +84,7 @@ def _indices(seed: PlannedSeed, slots: SlotConfig) -> tuple[int, int, int, int, 
     return 1, slots.index(seed.slot), blueprint, seed.germinate_at, seed.advance_after
 
 
-def follow(table: ActionTable, view: View, sowing: Sowing) -> Tensor:
+def follow(table: ActionTable, view: PolicyView, sowing: Sowing) -> Tensor:
     """Actions (N, heads): of all that is due and legal, what has been due for longest; ties in the order of the plan.
 
     A seed is germinated once: one that the governor cut does not come back.
@@ -126,14 +126,14 @@ class SchedulePolicy:
         for each in [plan] if isinstance(plan, Plan) else plan:
             each.check(slots)
 
-    def initial_memory(self, seeds: list[int]) -> Sowing:
+    def initial_state(self, seeds: list[int]) -> Sowing:
         """The plans as tensors."""
         plans = [self.plan] * len(seeds) if isinstance(self.plan, Plan) else self.plan
         if len(plans) != len(seeds):
             raise BadValueError(f"{len(plans)} plans for {len(seeds)} envs; give one for each, or a single one for all")
         return sowing_of(plans, self.slots)
 
-    def act(self, view: View, memory: Sowing, uniform: Tensor) -> tuple[Tensor, Sowing]:
+    def act(self, view: PolicyView, state: Sowing, uniform: Tensor) -> tuple[Tensor, Sowing]:
         """The next thing that is due."""
-        sowing = memory.to(uniform.device)
+        sowing = state.to(uniform.device)
         return follow(self.table, view, sowing), sowing

@@ -8,7 +8,7 @@ from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable, MaskedCategorical
 from esper.tamiyo.policies.proposals import complete, legal_slots, pick, used_heads
 from esper.tamiyo.policies.schedule import Sowing, follow
-from esper.tamiyo.policy import View
+from esper.tamiyo.policy import PolicyView
 
 
 class WaitPolicy:
@@ -17,10 +17,10 @@ class WaitPolicy:
     def __init__(self, table: ActionTable) -> None:
         self.table = table
 
-    def initial_memory(self, seeds: list[int]) -> None:
+    def initial_state(self, seeds: list[int]) -> None:
         """None."""
 
-    def act(self, view: View, memory: None, uniform: Tensor) -> tuple[Tensor, None]:
+    def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
         """WAIT."""
         wait = torch.full((len(uniform),), LifecycleOp.WAIT, device=uniform.device)
         return complete(self.table, view.masks, wait, wait, wait), None
@@ -32,10 +32,10 @@ class RandomPolicy:
     def __init__(self, table: ActionTable) -> None:
         self.table = table
 
-    def initial_memory(self, seeds: list[int]) -> None:
+    def initial_state(self, seeds: list[int]) -> None:
         """None."""
 
-    def act(self, view: View, memory: None, uniform: Tensor) -> tuple[Tensor, None]:
+    def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
         """One draw per head."""
         self.table.check_masks(view.masks, len(uniform))
         chosen: dict[str, Tensor] = {}
@@ -58,15 +58,15 @@ class RandomCommitPolicy:
         require_whole("steps", steps, 1)
         self.table, self.steps = table, steps
 
-    def initial_memory(self, seeds: list[int]) -> None:
+    def initial_state(self, seeds: list[int]) -> None:
         """None: the seed is drawn in the first step, from what is legal there."""
 
-    def act(self, view: View, memory: Sowing | None, uniform: Tensor) -> tuple[Tensor, Sowing]:
+    def act(self, view: PolicyView, state: Sowing | None, uniform: Tensor) -> tuple[Tensor, Sowing]:
         """The first draws decide everything; later ones are not used."""
-        sowing = self._sow(view, uniform) if memory is None else memory
+        sowing = self._sow(view, uniform) if state is None else state
         return follow(self.table, view, sowing), sowing
 
-    def _sow(self, view: View, uniform: Tensor) -> Sowing:
+    def _sow(self, view: PolicyView, uniform: Tensor) -> Sowing:
         when, where, what = (uniform[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
         latest = self.steps // 2
         slot = _draw(legal_slots(view.masks, LifecycleOp.GERMINATE), where)

@@ -1,10 +1,9 @@
 """Data sets: found or fetched, verified, split by one rule, and handed out as tensors."""
 
-from esper.tolaria.data.dataset import DATASET_NAMES, ImageData, ImagePart, TextData, is_present, load
-from esper.tolaria.data.digest import data_digest
+from esper.tolaria.data.arrays import SPLIT_SEED, stratified_split
+from esper.tolaria.data.dataset import DATASET_NAMES, ImageData, ImagePart, TextData, data_digest, is_present, load
 from esper.tolaria.data.directory import RemoteFile, data_directory, fetch, locate
 from esper.tolaria.data.image_folder import read_image_folder
-from esper.tolaria.data.splits import SPLIT_SEED, stratified_split
 
 __all__ = [
     "DATASET_NAMES",

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data.archive import archive_files
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, check_image_arrays
-from esper.tolaria.data.directory import RemoteFile
+from esper.tolaria.data.directory import RemoteFile, archive_files
 
 CIFAR10_FILE = RemoteFile(
     "cifar-10-python.tar.gz",

@@ -4,6 +4,7 @@ Validation samples are carved out of the published training samples, stratified 
 the published test samples stay as they are.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,20 +17,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import BadValueError, DataError, UnknownNameError
-from esper.tolaria.data.arrays import ImageArrays, LabelledImages, average_pool, channel_statistics
+from esper.tolaria.data.arrays import ImageArrays, LabelledImages, average_pool, channel_statistics, stratified_split
 from esper.tolaria.data.cifar import CIFAR10_FILE, read_cifar10
-from esper.tolaria.data.digits import read_digits
 from esper.tolaria.data.directory import RemoteFile, data_directory, locate
-from esper.tolaria.data.idx import (
+from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
+from esper.tolaria.data.readers import (
     FASHION_MNIST_CLASSES,
     FASHION_MNIST_FILES,
+    HELD_OUT_CHARACTERS,
     MNIST_CLASSES,
     MNIST_FILES,
+    TINYSHAKESPEARE_FILE,
+    read_digits,
     read_idx_set,
+    read_text,
+    split_text,
 )
-from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
-from esper.tolaria.data.splits import stratified_split
-from esper.tolaria.data.text import HELD_OUT_CHARACTERS, TINYSHAKESPEARE_FILE, read_text, split_text
 
 JPEG_STEM = "cifar10-jpeg"
 LOADED_SETS = 8  # kept per process; the largest has about 200 MB
@@ -227,3 +230,15 @@ def _load_text(
             raise DataError(f"{name}: asked for {size} {part} characters out of {len(available)}; ask for fewer")
         cut.append(torch.from_numpy(available[:size].astype(np.int64)))
     return TextData(name, cut[0], torch.from_numpy(parts.validation.astype(np.int64)), cut[1], vocabulary)
+
+
+@lru_cache(maxsize=LOADED_SETS)
+def data_digest(data: ImageData | TextData) -> str:
+    """Of all samples: a set of the same name may be another copy. Loaded sets are compared by identity, so each is read
+    through once (0.3 s for CIFAR-10)."""
+    digest = hashlib.sha256()
+    for part in (data.train, data.validation, data.test):
+        for tensor in part if isinstance(part, ImagePart) else (part,):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.flatten().numpy().data)
+    return digest.hexdigest()[:32]

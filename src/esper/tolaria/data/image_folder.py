@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
 from esper.leyline.progress import progress_bar
-from esper.tolaria.data.archive import SUFFIXES, archive_files
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, check_image_arrays
-from esper.tolaria.data.directory import atomic_file, checksum, prepare_folder, user_cache
+from esper.tolaria.data.directory import SUFFIXES, archive_files, atomic_file, checksum, prepare_folder, user_cache
 
 PARTS = ("train", "test")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")

@@ -1,0 +1,360 @@
+"""Hosts: an ordered list of segments with slots between them; a CNN and a GPT."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from esper.kasmina.layers import (
+    BatchNorm2d,
+    Conv2d,
+    Embedding,
+    LayerNorm,
+    Linear,
+    SelfAttention,
+    Statistics,
+    max_pool,
+    named_statistics,
+    write_statistics,
+)
+from esper.leyline import BadValueError, EsperError, HostMismatchError, SlotSpec, UnknownNameError, slot_id
+
+HostConfig = dict[str, int | bool | list[int]]
+"""Constructor arguments of a built-in host, as JSON."""
+
+
+class Segment(nn.Module):
+    """A stretch of a host between two slots."""
+
+    __call__: Callable[..., tuple[Tensor, Statistics]]
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        """The activation at the segment's end, and the batch statistics by buffer name (empty unless training)."""
+        raise NotImplementedError
+
+
+class Host(nn.Module):
+    """Segments with slots between them. `slots[i]` lies after `segments[i]`."""
+
+    KINDS: ClassVar[dict[str, type["Host"]]] = {}
+    """Hosts that a checkpoint can rebuild from their configuration alone."""
+
+    slots: tuple[SlotSpec, ...]
+    conductance: Tensor
+
+    def __init__(self, segments: Sequence[Segment], slots: Sequence[SlotSpec]) -> None:
+        super().__init__()
+        if not segments:
+            raise HostMismatchError(f"{type(self).__name__} has no segments; a host needs at least one")
+        if wrong := [f"{index}: {type(part).__name__}" for index, part in enumerate(segments) if not _is_segment(part)]:
+            raise HostMismatchError(
+                f"segments {wrong} are no Segment: subclass esper.kasmina.Segment, whose forward(h, train) returns "
+                "(activation, statistics), or use attach() for a network of ordinary modules"
+            )
+        if len(slots) != len(segments) - 1:
+            raise HostMismatchError(
+                f"{len(segments)} segments have {len(segments) - 1} places between them, "
+                f"but {len(slots)} slots were given"
+            )
+        if bad := [slot.slot_id for slot in slots if not slot.slot_id.isidentifier()]:
+            raise HostMismatchError(f"slot ids {bad} are not names like r1c0")
+        self.segments = nn.ModuleList(segments)
+        self.slots = tuple(slots)
+        # How much of what grows in each slot reaches the next segment. 1 in a sound host; 0 is a defect of some tasks.
+        self.register_buffer("conductance", torch.ones(len(slots)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The host alone, as an ordinary module: writes its running statistics in training mode."""
+        h, written = self.run(x, train=self.training)
+        write_statistics(self, written)
+        return h
+
+    def run(self, h: Tensor, train: bool, start: int = 0) -> tuple[Tensor, Statistics]:
+        """From the input of segment `start` to the output; writes nothing."""
+        statistics: Statistics = {}
+        for index in range(start, len(self.segments)):
+            h, found = self.run_segment(index, h, train)
+            statistics |= named_statistics(f"segments.{index}", found)
+        return h, statistics
+
+    def run_segment(self, index: int, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        """One segment; an input that it cannot take is an error that names it."""
+        segment = self.segments[index]
+        try:
+            activation, statistics = segment(h, train)
+        except (EsperError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError) as error:
+            raise HostMismatchError(
+                f"segment {index} ({type(segment).__name__}) cannot run on what reaches it, shape {tuple(h.shape)} "
+                f"of {h.dtype}: {error}"
+            ) from error
+        return activation, statistics
+
+    def config(self) -> HostConfig | None:
+        """Constructor arguments, for hosts that a checkpoint can rebuild; None for others."""
+        return None
+
+    def slot_index(self, slot_id: str) -> int:
+        """Which segment the slot follows."""
+        ids = [slot.slot_id for slot in self.slots]
+        if slot_id not in ids:
+            raise UnknownNameError("slot", slot_id, ids)
+        return ids.index(slot_id)
+
+
+def refuse_state(host: Host) -> None:
+    """Raise where a segment holds a layer that writes or draws by itself.
+
+    Segments are told by an argument whether they train, and return their statistics. A layer that goes by its own
+    mode would write in rows that must not write.
+    """
+    for index, segment in enumerate(host.segments):
+        for name, layer in segment.named_modules():
+            if trouble := _own_state(layer):
+                raise HostMismatchError(
+                    f"segments.{index}.{name} of {type(host).__name__} is a {type(layer).__name__} that {trouble}: "
+                    "use esper.kasmina.layers.BatchNorm2d, GroupNorm or LayerNorm and no dropout, "
+                    "or attach() for foreign networks"
+                )
+
+
+def _own_state(layer: nn.Module) -> str | None:
+    """What a layer of torch would do behind the caller's back."""
+    if isinstance(layer, _NormBase) and layer.running_mean is not None:
+        return "writes running statistics by itself"
+    if isinstance(layer, _DropoutNd) and layer.p > 0:
+        return "draws random numbers by itself"
+    # Recurrent layers and MultiheadAttention have dropout as a number.
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0:
+        return "draws random numbers by itself"
+    return "draws random numbers by itself" if isinstance(layer, nn.RReLU) else None
+
+
+def _is_segment(part: object) -> bool:
+    return isinstance(part, Segment)
+
+
+class ConvSegment(Segment):
+    """conv → BatchNorm → ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int, masked: bool) -> None:
+        super().__init__()
+        self.conv = Conv2d(inputs, outputs, kernel_size, masked=masked)
+        self.norm = BatchNorm2d(outputs)
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        h, statistics = self.norm(self.conv(h), train)
+        return F.relu(h), named_statistics("norm", statistics)
+
+
+class PooledSegment(Segment):
+    """A convolutional segment together with the pool behind it, for a pass that has nothing to do between the two."""
+
+    def __init__(self, segment: ConvSegment) -> None:
+        super().__init__()
+        self.conv, self.norm = segment.conv, segment.norm
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        h, statistics = self.norm.relu_pool(self.conv(h), train)
+        return h, named_statistics("norm", statistics)
+
+
+class PoolSegment(Segment):
+    """Max pooling over 2×2."""
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        return max_pool(h), {}
+
+
+class ClassifierSegment(Segment):
+    """Global average, then the class scores."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.linear = Linear(width, classes)
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        return self.linear(h.mean((-2, -1))), {}
+
+
+class CNNHost(Host):
+    """A block per entry of `channels`; the first `pools` blocks end in a pool.
+
+    Slots: `r0c<k>` before the pool of block k, `r1c<k>` after it. With `masked`, the taps of all kernels can be
+    switched off per host (`blind`).
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int] = (8, 16, 32),
+        kernel_size: int = 3,
+        pools: int | None = None,
+        classes: int = 10,
+        *,
+        in_channels: int = 3,
+        resolution: int = 32,
+        masked: bool = False,
+    ) -> None:
+        pools = len(channels) if pools is None else pools
+        if not channels or min(channels) < 1:
+            raise BadValueError(f"channels {tuple(channels)} must be one or more positive widths")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise BadValueError(f"kernel_size {kernel_size} must be odd and positive")
+        if not 0 <= pools <= len(channels):
+            raise BadValueError(f"pools {pools} must be between 0 and the number of blocks, {len(channels)}")
+        if resolution >> pools < 1:
+            raise BadValueError(f"resolution {resolution} is too small for {pools} poolings by 2")
+        segments: list[Segment] = []
+        places: list[tuple[str, int, int]] = []
+        side, width_in = resolution, in_channels
+        for block, width in enumerate(channels):
+            segments.append(ConvSegment(width_in, width, kernel_size, masked))
+            places.append((slot_id(0, block), width, side))
+            if block < pools:
+                side //= 2
+                segments.append(PoolSegment())
+                places.append((slot_id(1, block), width, side))
+            width_in = width
+        segments.append(ClassifierSegment(width_in, classes))
+        slots = [
+            SlotSpec(name, width, "image", position=(index + 1) / len(segments), resolution=side)
+            for index, (name, width, side) in enumerate(places)
+        ]
+        super().__init__(segments, slots)
+        self._config: HostConfig = {
+            "channels": list(channels),
+            "kernel_size": kernel_size,
+            "pools": pools,
+            "classes": classes,
+            "in_channels": in_channels,
+            "resolution": resolution,
+            "masked": masked,
+        }
+
+    def config(self) -> HostConfig:
+        return dict(self._config)
+
+    def blind(self) -> None:
+        """Switch off all taps but the centre one: the host can no longer see shapes. Needs `masked`."""
+        for segment in self.segments:
+            if isinstance(segment, ConvSegment):
+                mask = segment.conv.mask
+                if mask is None:
+                    raise BadValueError("only a host built with masked=True can be blinded")
+                mask.zero_()
+                centre = segment.conv.kernel_size // 2
+                mask[centre, centre] = 1
+
+
+Host.KINDS["CNNHost"] = CNNHost
+
+
+class TransformerLayer(nn.Module):
+    """h + attention(norm(h)), then h + MLP(norm(h))."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(width)
+        self.attention = SelfAttention(width, heads)
+        self.mlp_norm = LayerNorm(width)
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.attention(self.attention_norm(h))
+        return h + self.down(F.gelu(self.up(self.mlp_norm(h))))
+
+
+class TokenEmbedding(nn.Module):
+    """ids (…, T) → token plus position embedding (…, T, width)."""
+
+    def __init__(self, vocab: int, block: int, width: int) -> None:
+        super().__init__()
+        self.block = block
+        self.token = Embedding(vocab, width)
+        self.position = Embedding(block, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[-1]
+        if length > self.block:
+            raise BadValueError(f"a sequence of {length} tokens is longer than the host's block of {self.block}")
+        places = torch.arange(length, device=ids.device).expand(ids.shape)
+        return self.token(ids) + self.position(places)
+
+
+class LanguageHead(nn.Module):
+    """Final norm, then a score per entry of the vocabulary. No bias: the softmax needs none."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = LayerNorm(width)
+        self.linear = Linear(width, vocab, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.linear(self.norm(h))
+
+
+class TokenSegment(Segment):
+    """A chain of layers without statistics."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        for layer in self.layers:
+            h = layer(h)
+        return h, {}
+
+
+class GPTHost(Host):
+    """Transformer layers in equal `groups` (default: of one layer each), with slots `r0c<k>` between the groups."""
+
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 64,
+        heads: int = 4,
+        block: int = 64,
+        vocab: int = 65,
+        *,
+        groups: int | None = None,
+    ) -> None:
+        groups = layers if groups is None else groups
+        if min(layers, width, heads, block, vocab, groups) < 1:
+            given = f"{layers=}, {width=}, {heads=}, {block=}, {vocab=}, {groups=}"
+            raise BadValueError(f"GPTHost({given}): all must be positive")
+        if width % heads:
+            raise BadValueError(f"width {width} is not a multiple of heads {heads}")
+        if layers % groups:
+            raise BadValueError(f"layers {layers} cannot be cut into {groups} equal groups")
+        size = layers // groups
+        chains: list[list[nn.Module]] = [[TransformerLayer(width, heads) for _ in range(size)] for _ in range(groups)]
+        chains[0].insert(0, TokenEmbedding(vocab, block, width))
+        chains[-1].append(LanguageHead(width, vocab))
+        slots = [
+            SlotSpec(slot_id(0, index), width, "tokens", position=(index + 1) / groups, resolution=block)
+            for index in range(groups - 1)
+        ]
+        super().__init__([TokenSegment(*chain) for chain in chains], slots)
+        self._config: HostConfig = {
+            "layers": layers,
+            "width": width,
+            "heads": heads,
+            "block": block,
+            "vocab": vocab,
+            "groups": groups,
+        }
+
+    def config(self) -> HostConfig:
+        return dict(self._config)
+
+
+Host.KINDS["GPTHost"] = GPTHost

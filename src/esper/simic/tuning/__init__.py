@@ -1,0 +1,1 @@
+"""Searching schedules and thresholds with a stated number of episodes."""

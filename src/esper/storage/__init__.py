@@ -1,0 +1,1 @@
+"""Everything that touches a disk: files, folders of tensors, numbered series, locks and logs."""
