@@ -86,6 +86,7 @@ def test_tasks_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path
         assert ("not here yet" in facts) == (get_task(name).dataset != "digits")
 
 
+@pytest.mark.invariant(15)
 def test_unknown_task(capsys: pytest.CaptureFixture[str]) -> None:
     """A mistake ends in one line that names it and what is allowed, and in exit code 2; nothing was printed before."""
     with pytest.raises(SystemExit) as ended:

@@ -39,8 +39,9 @@ def test_there_is_something_to_check() -> None:
     assert MAY_UNPICKLE in SOURCES
 
 
+@pytest.mark.requirement(81)
 def test_no_file_is_too_long() -> None:
-    """Requirement 81: a file that outgrows this holds a second noun."""
+    """A file that exceeds this length holds a second noun."""
     lengths = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
@@ -74,9 +75,9 @@ def outer(values):
     assert complexities(source) == {"outer": 6, "inner": 2}
 
 
+@pytest.mark.requirement(81)
 def test_no_function_is_too_complex() -> None:
-    """Requirement 81: the training loop is made of parts that can be tested; none branches more than the linter allows,
-    and none is exempt from it."""
+    """No function branches more than the linter allows, and none is exempt from it."""
     bound = LINT["mccabe"]["max-complexity"]
     assert bound <= 12
     found = {
@@ -109,13 +110,15 @@ def test_no_paths_of_one_machine() -> None:
     assert found == []
 
 
+@pytest.mark.requirement(82)
 def test_pickle_in_one_place() -> None:
-    """Requirement 82: pickles run code when they are read; only the reader of CIFAR-10 knows them."""
+    """Pickles run code when read; only the reader of CIFAR-10 uses them."""
     imports = re.compile(r"^\s*(?:import|from)\s+(?:c?[pP]ickle|dill|joblib|shelve|marshal)\b", re.MULTILINE)
     assert [path for path in SOURCES if imports.search(path.read_text())] == [MAY_UNPICKLE]
 
 
+@pytest.mark.requirement(82)
 def test_no_torch_load() -> None:
-    """Requirement 82: weights are safetensors."""
+    """Weights are stored as safetensors."""
     loads = re.compile(r"(?<![\w.])torch\.(?:load|save)\(|\bfrom torch import .*\b(?:load|save)\b")
     assert [relative(path) for path in SOURCES if loads.search(path.read_text())] == []

@@ -120,15 +120,17 @@ def test_imports_exist() -> None:
     assert {name for name in wanted if name.split(".")[0] == "esper"} <= set(MODULES)
 
 
+@pytest.mark.requirement(61)
 def test_the_rule_has_no_cycle() -> None:
-    """Requirement 61: the table above is an order."""
+    """The table above is an order."""
     order = list(TopologicalSorter(BELOW).static_order())
     assert order.index("leyline") < order.index("kasmina") < order.index("tolaria") < order.index("simic")
     assert order[-1] == "cli"
 
 
+@pytest.mark.requirement(61)
 def test_imports_point_one_way() -> None:
-    """Requirement 61: each subsystem sees only those below it, type checking and function bodies included."""
+    """Each subsystem imports only those below it, in type checking and function bodies too."""
     wrong = [
         f"{module.name}:{found.line} imports {found.target}"
         for module, found in EDGES
@@ -139,8 +141,9 @@ def test_imports_point_one_way() -> None:
     assert wrong == []
 
 
+@pytest.mark.requirement(61)
 def test_no_cycle_between_modules() -> None:
-    """Requirement 61: the modules can be put in an order. (What only the type checker sees does not count.)"""
+    """The modules can be ordered. (Imports for the type checker alone do not count.)"""
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
     for module, found in EDGES:
         if not found.type_checking:
@@ -148,8 +151,9 @@ def test_no_cycle_between_modules() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
+@pytest.mark.requirement(61)
 def test_no_import_inside_a_function() -> None:
-    """Requirement 61: no cycle of Esper's own is hidden in a function body. Kernels wait there for a CUDA device."""
+    """No function body hides an import cycle. Only kernels are imported there, for CUDA."""
     hidden = [(module, found) for module, found in EDGES if found.inside_function]
     assert [f"{module.name}:{found.line}" for module, found in hidden if found.target not in KERNELS] == []
 
@@ -166,8 +170,9 @@ def _defined(module: Module) -> set[str]:
     return names
 
 
+@pytest.mark.requirement(61)
 def test_only_doors_reexport() -> None:
-    """Requirement 61: a name is taken from where it is made, or from the `__init__` of its own package."""
+    """A name is imported from its module or from the `__init__` of its own package."""
     doors = {name for name, module in MODULES.items() if module.path.name == "__init__.py"}
     wrong = [
         f"{module.name}:{found.line} takes {found.name} from {found.target}"
@@ -180,8 +185,9 @@ def test_only_doors_reexport() -> None:
         assert foreign == [], f"{door} re-exports from elsewhere"
 
 
+@pytest.mark.requirement(61)
 def test_the_core_needs_three_packages() -> None:
-    """Requirement 61: training imports torch, numpy and safetensors; others wait inside the functions that use them."""
+    """Training imports torch, numpy and safetensors; other packages are imported where they are used."""
     allowed = CORE_PACKAGES | set(sys.stdlib_module_names)
     wrong = [
         f"{module.name}:{found.line} imports {found.target}"
@@ -214,8 +220,9 @@ def _catches_import_errors(node: ast.Try) -> bool:
     return bare or bool(caught & {"ImportError", "ModuleNotFoundError", "Exception"})
 
 
+@pytest.mark.requirement(85)
 def test_no_stubs_for_torch() -> None:
-    """Requirement 85: torch is imported without a net, and nothing stands in for it."""
+    """torch is imported unconditionally, and nothing stands in for it."""
     for module in MODULES.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Try) and _catches_import_errors(node):
@@ -231,9 +238,10 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.requirement(85)
 @pytest.mark.parametrize("package", ["esper.kasmina", "esper.tolaria", "esper.simic.contracts"])
 def test_without_torch(package: str) -> None:
-    """Requirement 85: where torch is missing the import fails at once, with an ImportError that names it."""
+    """Without torch the import fails at once, with an ImportError that names it."""
     done = _run(f"import sys; sys.modules['torch'] = None\nimport {package}")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -241,8 +249,9 @@ def test_without_torch(package: str) -> None:
     assert "torch" in last
 
 
+@pytest.mark.requirement(61)
 def test_the_core_runs_without_the_other_packages() -> None:
-    """Requirement 61: a machine without the screens' packages can import all of the core and run a host."""
+    """Without the optional packages, the whole core imports and a host runs."""
     names = sorted(name for name, module in MODULES.items() if module.subsystem in CORE and name not in KERNELS)
     code = (
         "import importlib, sys\n"

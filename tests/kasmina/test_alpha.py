@@ -1,4 +1,4 @@
-"""Alpha schedules (invariant 4)."""
+"""Alpha schedules."""
 
 import json
 import math
@@ -55,9 +55,10 @@ def test_ramp_of_three() -> None:
     assert [controller.alpha for controller in path] == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 
+@pytest.mark.invariant(4)
 @given(start=alphas, target=alphas, steps=st.integers(1, 50), curve=curves)
 def test_monotone_and_exact(start: float, target: float, steps: int, curve: str) -> None:
-    """Invariant 4: never backwards, never beyond, and the last step lands on the target exactly."""
+    """Alpha never moves backwards or past the target, and the last step lands exactly on it."""
     path = walk(AlphaController(start, start, start).retarget(target, steps, curve))
     assert len(path) == steps + 1
     assert path[0].alpha == start and path[-1].alpha == target
@@ -66,9 +67,10 @@ def test_monotone_and_exact(start: float, target: float, steps: int, curve: str)
     assert all(min(start, target) <= controller.alpha <= max(start, target) for controller in path)
 
 
+@pytest.mark.invariant(4)
 @given(start=alphas, target=alphas, steps=st.integers(0, 20), done=st.integers(0, 20), curve=curves)
 def test_json_round_trip(start: float, target: float, steps: int, done: int, curve: str) -> None:
-    """Invariant 4: at any point of a schedule, what comes back from JSON is equal and goes on equally."""
+    """A schedule restored from JSON at any point equals the original and continues like it."""
     controller = AlphaController(start, start, start).retarget(target, steps, curve)
     for _ in range(done):
         controller = controller.step()
@@ -99,10 +101,11 @@ def test_no_retarget_in_mid_ramp() -> None:
     assert controller == AlphaController(1 / 3, 0.0, 1.0, 3, 1)
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["alpha", "start", "target"])
 def test_values_out_of_range(name: str, value: float) -> None:
-    """Invariant 15: alpha is in [0, 1], and the error names the field."""
+    """Alpha outside [0, 1] is refused, and the error names the field."""
     with pytest.raises(BadValueError, match=rf"{name} .* is not in \[0, 1\]"):
         decode(AlphaController, encode(AlphaController()) | {name: value}, "controller")
 
@@ -114,7 +117,8 @@ def test_places_out_of_range(steps: int, done: int) -> None:
         AlphaController(steps=steps, done=done)
 
 
+@pytest.mark.invariant(15)
 def test_unknown_curve() -> None:
-    """Invariant 15: the error lists the curves."""
+    """The error lists the curves."""
     with pytest.raises(UnknownNameError, match="unknown alpha curve 'jump'; allowed: linear, cosine"):
         AlphaController().retarget(1.0, 3, "jump")

@@ -75,9 +75,10 @@ def test_gate_sees_the_mean_over_pixels_or_tokens(topology: Topology, h: list[fl
     assert opened.item() == pytest.approx(0.7310585786, abs=1e-9)
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("style", BLEND_STYLES)
 def test_identity_at_alpha_zero(style: str) -> None:
-    """Invariant 1, for the formulas alone: bit for bit, whatever Δ is."""
+    """At alpha 0 the formulas return the host's stream bit for bit, whatever Δ is."""
     h, delta = torch.randn(2, 3, 2), 100 * torch.randn(2, 3, 2)
     gate = make_gate(style, SlotSpec("r0c0", 2, "tokens", position=0.5))
     assert torch.equal(blend(h, delta, 0.0, style, gate), h)

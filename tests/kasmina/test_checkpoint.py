@@ -74,9 +74,10 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.invariant(9)
 @pytest.mark.parametrize("name", CASES)
 def test_fresh_process(travelled: Path, name: str) -> None:
-    """Invariant 9: any stage and style, one slot and three: equal outputs, states, alphas and further losses."""
+    """In every stage and style, outputs, states, alphas and later losses are equal after loading."""
     kind, stages, style = CASES[name]
     model = build(kind, stages, style)
     found = json.loads((travelled / f"{name}.json").read_text())
@@ -183,6 +184,7 @@ def test_random_stream_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.invariant(9)
 @settings(max_examples=60, deadline=None)
 @given(
     verbs=st.lists(
@@ -190,7 +192,7 @@ def test_random_stream_is_left_alone(tmp_path: Path) -> None:
     )
 )
 def test_every_reachable_state_is_accepted(tmp_path_factory: pytest.TempPathFactory, verbs: list[str]) -> None:
-    """Invariant 9: whatever the verbs lead to, the checkpoint takes and gives back."""
+    """Every state that the verbs can reach survives a checkpoint."""
     model = MorphogeneticModel(MLPHost(), ["r0c0"], config=CONFIG)
     slot = model.seed_slots["r0c0"]
     deeds: dict[str, Callable[[], object]] = {

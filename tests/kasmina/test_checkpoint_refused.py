@@ -196,9 +196,10 @@ def unpack(pristine: dict[str, bytes], folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused(pristine: dict[str, bytes], tmp_path: Path, damage: str) -> None:
-    """Invariant 15: an error that says what was given and what is allowed; the model handed in is untouched."""
+    """The error names the value and what is allowed, and the model passed in stays unchanged."""
     folder = unpack(pristine, tmp_path / "model")
     change, message = DAMAGE[damage]
     change(folder)
@@ -230,9 +231,10 @@ def test_any_flipped_byte_is_refused(
         checkpoint.read(folder)
 
 
+@pytest.mark.requirement(82)
 @pytest.mark.parametrize("honest_digest", [False, True])
 def test_pickle_is_refused_and_never_run(pristine: dict[str, bytes], tmp_path: Path, honest_digest: bool) -> None:
-    """Requirement 82: a pickle in the place of the weights executes nothing, whatever the JSON says of it."""
+    """A pickle in place of the weights is never executed, whatever the JSON says."""
     folder, proof = unpack(pristine, tmp_path / "model"), tmp_path / "executed"
     for raw in (pickle.dumps(Bomb(proof)), _torch_pickle(Bomb(proof), tmp_path)):
         if honest_digest:

@@ -178,11 +178,12 @@ def owner(model: MorphogeneticModel, name: str) -> str | None:
 # -- the promises -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(1)
 @some_host
 @few
 @given(isolation=isolations, number=walks)
 def test_only_acting_seeds_change_the_stream(kind: HostKind, slots: int, isolation: Isolation, number: int) -> None:
-    """Invariant 1: empty, GERMINATED and TRAINING slots leave the output bit-identical, in training and in eval."""
+    """Empty, GERMINATED and TRAINING slots leave the output bit-identical, in train and eval mode."""
 
     def check(walk: Walk) -> None:
         x, _ = make_batch(kind, rng_seed=1)
@@ -197,11 +198,12 @@ def test_only_acting_seeds_change_the_stream(kind: HostKind, slots: int, isolati
     Walk(kind, slots, isolation).follow(number, check)
 
 
+@pytest.mark.invariant(2, 3)
 @some_host
 @few
 @given(isolation=isolations, number=walks)
 def test_gradients_in_every_stage(kind: HostKind, slots: int, isolation: Isolation, number: int) -> None:
-    """Invariants 2 and 3: seeds in TRAINING leave all other gradients as they are, and nothing that trains is dead."""
+    """Seeds in TRAINING leave all other gradients unchanged, and every trainable part gets a gradient."""
 
     def check(walk: Walk) -> None:
         model = walk.model
@@ -225,11 +227,12 @@ def test_gradients_in_every_stage(kind: HostKind, slots: int, isolation: Isolati
     Walk(kind, slots, isolation).follow(number, check)
 
 
+@pytest.mark.invariant(5)
 @some_host
 @few
 @given(isolation=isolations, number=walks)
 def test_illegal_verbs_change_nothing(kind: HostKind, slots: int, isolation: Isolation, number: int) -> None:
-    """Invariant 5: what is not legal raises a typed error and changes neither states, weights, groups nor streams."""
+    """An illegal verb raises a typed error and changes no state, weight, group or random stream."""
 
     def check(walk: Walk) -> None:
         for place in walk.model.seed_slots:
@@ -243,11 +246,12 @@ def test_illegal_verbs_change_nothing(kind: HostKind, slots: int, isolation: Iso
     Walk(kind, slots, isolation, LifecycleConfig()).follow(number, check)
 
 
+@pytest.mark.invariant(6)
 @some_host
 @few
 @given(isolation=isolations, number=walks, cooldown=st.integers(3, 6))
 def test_pruning_frees(kind: HostKind, slots: int, isolation: Isolation, number: int, cooldown: int) -> None:
-    """Invariant 6: a pruned seed is gone from memory and optimiser; its slot rests for just so many ticks."""
+    """A pruned seed leaves memory and optimiser, and its slot rests for exactly the cooldown."""
     walk = Walk(kind, slots, isolation, LifecycleConfig(cooldown, min_prune_age=0, thresholds=AT_ONCE.thresholds))
     alive: dict[str, weakref.ref[nn.Module]] = {}
     dead: list[weakref.ref[nn.Module]] = []

@@ -202,9 +202,10 @@ def test_negative_ramps(steps: int) -> None:
         lifecycle.germinate(FRESH, "norm", tempo=steps)
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("cooldown", [3, 4, 7])
 def test_cooldown_is_exact(cooldown: int) -> None:
-    """Invariant 6: PRUNED and RESETTING last one tick each, EMBARGOED the rest; DORMANT after exactly that many."""
+    """PRUNED and RESETTING last one tick each, EMBARGOED the rest; then the slot is DORMANT."""
     config = LifecycleConfig(cooldown=cooldown)
     state, stages = lifecycle.prune(at(SeedStage.HOLDING), config), []
     for left in range(cooldown, 0, -1):
@@ -218,9 +219,10 @@ def test_cooldown_is_exact(cooldown: int) -> None:
     assert lifecycle.germinate(state, "norm").germinations == 2
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("stage", sorted(LIVE_STAGES - {SeedStage.FOSSILIZED}))
 def test_prune_frees_everything(stage: SeedStage) -> None:
-    """Invariant 6: at any live stage; nothing of the seed is left but that it was tried."""
+    """At any live stage, pruning leaves nothing of the seed but the count of attempts."""
     state = at(stage)
     ready = tick(state, 2) if stage in (SeedStage.TRAINING, SeedStage.BLENDING) else state
     assert lifecycle.prune(ready, CONFIG) == SeedState("r0c0", SeedStage.PRUNED, cooldown=3, germinations=1)
@@ -237,10 +239,11 @@ VERBS: dict[str, tuple[Verb, Set[SeedStage]]] = {
 }
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("stage", SeedStage)
 @pytest.mark.parametrize("name", VERBS)
 def test_verbs_by_stage(name: str, stage: SeedStage) -> None:
-    """Invariant 5: a verb in a stage that does not have it raises and leaves the state as it was."""
+    """A verb that its stage does not allow raises and leaves the state unchanged."""
     verb, legal = VERBS[name]
     state = at(stage)
     before = encode(state)
@@ -251,10 +254,11 @@ def test_verbs_by_stage(name: str, stage: SeedStage) -> None:
     assert encode(state) == before
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("source", SeedStage)
 @pytest.mark.parametrize("target", SeedStage)
 def test_enter_follows_the_table(source: SeedStage, target: SeedStage) -> None:
-    """Invariant 5: the one function that changes stages refuses what is not in the table."""
+    """The one function that changes stages refuses transitions outside the table."""
     state = SeedState("r0c0", source, steps_in_stage=5)
     if can_transition(source, target):
         assert lifecycle.enter(state, target) == SeedState("r0c0", target)
@@ -263,22 +267,25 @@ def test_enter_follows_the_table(source: SeedStage, target: SeedStage) -> None:
             lifecycle.enter(state, target)
 
 
+@pytest.mark.invariant(5)
 def test_fossil_is_permanent() -> None:
-    """Invariant 5: the errors say so."""
+    """Advancing or pruning a fossil raises an error that says it is permanent."""
     fossil = at(SeedStage.FOSSILIZED)
     for name in ("advance", "prune"):
         with pytest.raises(StageError, match="a fossil is permanent"):
             VERBS[name][0](fossil)
 
 
+@pytest.mark.invariant(5)
 def test_germinate_where_a_seed_lives() -> None:
-    """Invariant 5: the error names the seed."""
+    """Germinating in an occupied slot raises an error that names the seed."""
     with pytest.raises(SlotOccupiedError, match=r"holds a 'norm' seed \(TRAINING\)"):
         lifecycle.germinate(at(SeedStage.TRAINING), "lora")
 
 
+@pytest.mark.invariant(15)
 def test_unknown_style() -> None:
-    """Invariant 15."""
+    """The error names the style and the allowed ones."""
     with pytest.raises(UnknownNameError, match="unknown blending style 'x'; allowed: add, multiply, gate"):
         lifecycle.germinate(FRESH, "norm", style="x")
 
@@ -332,6 +339,7 @@ moves: st.SearchStrategy[Move] = st.one_of(
 )
 
 
+@pytest.mark.invariant(5, 6)
 @settings(max_examples=150, deadline=None)
 @given(
     start=st.sampled_from(SeedStage),
@@ -344,7 +352,7 @@ moves: st.SearchStrategy[Move] = st.one_of(
     ),
 )
 def test_random_walks(start: SeedStage, walk: list[Move], config: LifecycleConfig) -> None:
-    """Invariants 5 and 6: whatever is tried, only steps of the table happen, and every state makes sense."""
+    """Random verbs only ever cause transitions of the table, and every state is consistent."""
     state = at(start)
     for name, move in walk:
         before = encode(state)
@@ -378,10 +386,11 @@ def assert_sensible(state: SeedState) -> None:
     assert decode(SeedState, json.loads(json.dumps(encode(state), allow_nan=False)), "state") == state
 
 
+@pytest.mark.invariant(6)
 @settings(deadline=None)
 @given(start=st.sampled_from(SeedStage), walk=st.lists(moves, max_size=40))
 def test_every_slot_can_be_used_again(start: SeedStage, walk: list[Move]) -> None:
-    """Invariant 6: from anywhere but a fossil, waiting and pruning lead to DORMANT within ramp and cooldown."""
+    """Except from a fossil, waiting and pruning reach DORMANT within ramp and cooldown."""
     state = at(start)
     for _, move in walk:
         try:
@@ -418,11 +427,12 @@ def test_last_two_measurements() -> None:
     assert state.contribution is None
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"stage": "ASLEEP"}, "state.stage is 'ASLEEP'; allowed"), ({"mood": 1}, "'mood'")],
 )
 def test_bad_json(change: dict[str, object], message: str) -> None:
-    """Invariant 15: unknown stages and keys."""
+    """Unknown stages and keys are refused."""
     with pytest.raises(BadValueError, match=message):
         decode(SeedState, encode(FRESH) | change, "state")

@@ -57,8 +57,9 @@ def give_gradients(parameters: list[nn.Parameter], value: float) -> float:
 # -- membership -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(6)
 def test_follows_birth_and_death() -> None:
-    """Invariant 6: a group per seed; with a prune the group and the state of every parameter vanish at once."""
+    """Each seed has its own group; pruning removes the group and all its state at once."""
     model = grown()
     optimiser = momentum(model)
     assert names(optimiser) == ["host"]
@@ -76,8 +77,9 @@ def test_follows_birth_and_death() -> None:
     assert len(optimiser.wrapped.state) == hosts
 
 
+@pytest.mark.invariant(6)
 def test_parameters_are_freed() -> None:
-    """Invariant 6: nothing holds the parameters of a pruned seed."""
+    """Nothing keeps a reference to the parameters of a pruned seed."""
     model = grown()
     optimiser = momentum(model)
     model.germinate_seed("r0c0", "norm")
@@ -332,11 +334,12 @@ def test_clip_per_group() -> None:
         torch.testing.assert_close(old - new, torch.full_like(old, 0.1 * 0.5 / math.sqrt(count)))
 
 
+@pytest.mark.requirement(38)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("group", ["host", "r0c0"])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_non_finite_group_is_left_out(group: str, poison: float, clip_norm: float | None) -> None:
-    """Requirement 38: its weights and momentum are untouched, bit for bit, while the others step."""
+    """Its weights and momentum stay untouched, bit for bit, while the other groups step."""
     model = grown()
     optimiser = momentum(model, clip_norm=clip_norm)
     for slot_id in SLOTS:

@@ -15,14 +15,15 @@ from esper.kasmina import BlueprintRegistry, GrowingOptimizer, Host, LifecycleCo
 from esper.kasmina.slot import ISOLATIONS, Isolation
 from esper.leyline import BLEND_STYLES, SeedStage, SlotOccupiedError
 
-# -- invariant 1: silence ---------------------------------------------------------------------------------------------
+# -- silence ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize("style", BLEND_STYLES)
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_silent_stages(kind: HostKind, style: str, isolation: Isolation) -> None:
-    """Invariant 1: not even a seed with weights of its own shows before BLENDING, nor in BLENDING at alpha 0."""
+    """Even a seed with non-zero weights changes nothing before BLENDING, nor in BLENDING at alpha 0."""
     batch = make_batch(kind)
     for stage in (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING):
         model = make_model(kind, isolation=isolation)
@@ -43,16 +44,17 @@ def test_silent_stages(kind: HostKind, style: str, isolation: Isolation) -> None
                     slot.alpha.fill_(slot.state.alpha)
 
 
-# -- invariant 2: shadows ---------------------------------------------------------------------------------------------
+# -- shadows ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(2)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_an_epoch_beside_a_training_seed(
     kind: HostKind, isolation: Isolation, make: Callable[[object], torch.optim.Optimizer]
 ) -> None:
-    """Invariant 2: weights and buffers of the host, and of a seed that blends, are bit for bit those without it."""
+    """Weights and buffers of the host and of blending seeds are bit-equal to a run without it."""
     alone = make_model(kind, 3, isolation=isolation)
     before, between, behind = alone.seed_slots
     bring_to(alone, between, SeedStage.BLENDING, make_batch(kind), style="gate", alpha=0.5)
@@ -83,9 +85,10 @@ def test_an_epoch_beside_a_training_seed(
             assert not torch.equal(old, new), f"{name} of the seed in {place} has learnt nothing"
 
 
+@pytest.mark.invariant(2)
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_at_birth_only_the_scale_learns(kind: HostKind) -> None:
-    """Invariant 2: a seed's first gradient opens its scale, and through that all others come alive."""
+    """The first step trains only the seed's scale; after it every parameter gets a gradient."""
     model, batch = make_model(kind, 1), make_batch(kind)
     (place,) = model.seed_slots
     bring_to(model, place, SeedStage.TRAINING, batch)
@@ -101,11 +104,12 @@ def test_at_birth_only_the_scale_learns(kind: HostKind) -> None:
     assert alive[1] == {name for name, _ in model.seed_slots[place].named_parameters()}
 
 
+@pytest.mark.invariant(2)
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_a_training_seed_learns(kind: HostKind) -> None:
-    """Invariant 2: its gradient is that of a loss, not just any: following it lowers the shadow's loss.
+    """A seed in TRAINING learns: following its gradient lowers the shadow's loss.
 
-    Straight-through has no feedback, hence no such promise.
+    Straight-through has no feedback, so it makes no such promise.
     """
     model, (x, targets) = make_model(kind, 1), make_batch(kind, 32)
     (place,) = model.seed_slots
@@ -127,13 +131,14 @@ def test_a_training_seed_learns(kind: HostKind) -> None:
     assert float(cross_entropy(model.body.shadow(place, tap, True), targets).detach()) < host_loss - 0.01
 
 
-# -- invariant 3: gradients -------------------------------------------------------------------------------------------
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("style", BLEND_STYLES)
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_nothing_is_dead(kind: HostKind, style: str) -> None:
-    """Invariant 3: every blueprint, in every stage: all that should train gets a gradient that is not zero."""
+    """For every blueprint and stage, every trainable parameter gets a non-zero gradient."""
     batch = make_batch(kind)
     offers = BlueprintRegistry.offers(make_model(kind, 1).seed_slots["r0c0"].spec)
     for stage in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED):
@@ -149,10 +154,11 @@ def test_nothing_is_dead(kind: HostKind, style: str) -> None:
                 )
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("style", BLEND_STYLES)
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_the_host_learns_through_an_acting_seed(kind: HostKind, style: str) -> None:
-    """Invariant 3: weights before a slot get the gradient through its seed too, as a finite difference shows."""
+    """Weights before a slot also get the gradient through its seed, as finite differences show."""
     model = make_model(kind, 1, dtype=torch.float64)
     batch = make_batch(kind, dtype=torch.float64)
     bring_to(model, "r0c0", SeedStage.HOLDING, batch, style=style)
@@ -184,13 +190,14 @@ def test_the_host_learns_through_an_acting_seed(kind: HostKind, style: str) -> N
     assert abs(through - around) > 1e-3 * abs(through)
 
 
-# -- invariant 6: death -----------------------------------------------------------------------------------------------
+# -- death ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("stage", [SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING])
 def test_a_pruned_seed_leaves_nothing(stage: SeedStage, make: Callable[[object], torch.optim.Optimizer]) -> None:
-    """Invariant 6: module, gate, parameters and optimiser state die at once; the slot is free after its cooldown."""
+    """Module, gate, parameters and optimiser state go at once; the slot is free after its cooldown."""
     batch = make_batch("cnn")
     config = LifecycleConfig(cooldown=4, min_prune_age=0, thresholds=AT_ONCE.thresholds)
     model = make_model("cnn", 2, config=config)
@@ -224,8 +231,9 @@ def test_a_pruned_seed_leaves_nothing(stage: SeedStage, make: Callable[[object],
     model.germinate_seed(place, "norm")
 
 
+@pytest.mark.invariant(6)
 def test_a_ramp_ends_in_the_same_death() -> None:
-    """Invariant 6: over three steps, alpha ⅔, ⅓, 0; the seed is freed when it no longer acts, not before."""
+    """Alpha falls to ⅔, ⅓ and 0 over three steps, and only then is the seed freed."""
     model, batch = make_model("mlp", 1), make_batch("mlp")
     optimiser = GrowingOptimizer(model, sgd)
     bring_to(model, "r0c0", SeedStage.HOLDING, batch)

@@ -1,7 +1,8 @@
-"""Invariant 5: what is refused is named, and changes nothing."""
+"""Refused edits: the error names the value, and nothing changes."""
 
 from functools import partial
 
+import pytest
 import torch
 from hosts import bring_to, make_batch, make_model
 from promises import refused
@@ -10,8 +11,9 @@ from esper.kasmina import CNNHost, GPTHost, LifecycleConfig, MorphogeneticModel
 from esper.leyline import BadValueError, GateRefusedError, SeedStage, SlotOccupiedError, StageError, UnknownNameError
 
 
+@pytest.mark.invariant(5)
 def test_bad_input_is_named_and_changes_nothing() -> None:
-    """Invariant 5: unknown names, values out of range."""
+    """Unknown names and values out of range are refused."""
     model = make_model("cnn")
     bring_to(model, "r0c0", SeedStage.HOLDING, make_batch("cnn"))
     bring_to(model, "r1c0", SeedStage.FOSSILIZED, make_batch("cnn"))
@@ -39,8 +41,9 @@ def test_bad_input_is_named_and_changes_nothing() -> None:
     refused(model, StageError, "cannot fossilise from DORMANT", lambda: model.fossilize(free))
 
 
+@pytest.mark.invariant(5)
 def test_stages_cannot_be_jumped() -> None:
-    """Invariant 5: gates hold until their conditions are met, and say which are not."""
+    """Gates refuse until their conditions are met, and name those that are not."""
     model = make_model("mlp", 1, config=LifecycleConfig())
     model.germinate_seed("r0c0", "norm", tempo=3)
     refused(model, StageError, "GERMINATED; only a HOLDING seed can", lambda: model.fossilize("r0c0"))
@@ -67,8 +70,9 @@ def test_stages_cannot_be_jumped() -> None:
     refused(model, StageError, "no seed in it", lambda: model.prune_seed("r0c0"))
 
 
+@pytest.mark.invariant(5)
 def test_blueprints_below_their_minimum() -> None:
-    """Invariant 5: too narrow, too small, not a multiple."""
+    """Hosts that are too narrow, too small or not a multiple are refused."""
     narrow = MorphogeneticModel(CNNHost((1, 3), 3, classes=4, resolution=4))
     refused(
         narrow,
@@ -88,8 +92,9 @@ def test_blueprints_below_their_minimum() -> None:
     )
 
 
+@pytest.mark.invariant(5)
 def test_budget() -> None:
-    """Invariant 5: no seed beyond the budget; what is pruned is paid back."""
+    """No seed may exceed the budget; pruning returns its parameters to it."""
     # A norm seed has 3·width parameters: 24 of width 8, 18 of width 6.
     model = make_model("mlp", 2, budget=24 + 17)
     model.germinate_seed("r0c0", "norm")
@@ -104,14 +109,16 @@ def test_budget() -> None:
     assert model.grown_parameter_count == 18
 
 
+@pytest.mark.invariant(5)
 def test_budget_pays_for_the_gate_too() -> None:
-    """Invariant 5: 24 parameters of the seed, and 8 + 1 of its gate."""
+    """A seed of 24 parameters also needs 8 + 1 for its gate."""
     model = make_model("mlp", 1, budget=24)
     refused(model, GateRefusedError, "33 parameters", lambda: model.germinate_seed("r0c0", "norm", style="gate"))
 
 
+@pytest.mark.invariant(5)
 def test_germination_leaves_the_random_stream_alone() -> None:
-    """Invariant 5 for the lucky case: a germination that succeeds draws nothing from the host's stream either."""
+    """A successful germination draws nothing from the host's random stream either."""
     model = make_model("cnn")
     stream = torch.get_rng_state()
     for place in model.seed_slots:

@@ -68,8 +68,9 @@ def test_duplicate_name(own: str) -> None:
     BlueprintRegistry.unregister("tokens", own)
 
 
+@pytest.mark.invariant(15)
 def test_unknown_names() -> None:
-    """Invariant 15: the error names the value and what is allowed."""
+    """The error names the value and what is allowed."""
     allowed = "unknown vector blueprint 'x'; allowed: norm, lora, lora_large, mlp_small, mlp"
     with pytest.raises(UnknownNameError, match=allowed):
         BlueprintRegistry.spec("vector", "x")
@@ -79,8 +80,9 @@ def test_unknown_names() -> None:
         BlueprintRegistry.unregister("vector", "x")
 
 
+@pytest.mark.invariant(15)
 def test_unknown_topology() -> None:
-    """Invariant 15, for reading and for registering."""
+    """An unknown topology is refused when reading and when registering."""
     sound: Topology = "sound"  # type: ignore[assignment]  # wrong on purpose
     with pytest.raises(UnknownNameError, match="unknown topology 'sound'; allowed: image, tokens, vector"):
         BlueprintRegistry.names(sound)
@@ -126,8 +128,9 @@ def test_build_refuses_a_misfit(own: str) -> None:
         BlueprintRegistry.build("vector", own, 2)
 
 
+@pytest.mark.invariant(13)
 def test_build_is_a_function_of_its_seed() -> None:
-    """Invariant 13: equal seeds give equal weights, others do not."""
+    """Equal seeds give equal weights, and different seeds different ones."""
     first, again, other = (BlueprintRegistry.build("vector", "mlp", 4, rng_seed=s).state_dict() for s in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["up.weight"], other["up.weight"])

@@ -118,9 +118,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(9)
 @pytest.mark.parametrize("step", range(1, STEPS))
 def test_going_on_from_any_step(whole: tuple[Path, dict[str, Any]], tmp_path: Path, step: int) -> None:
-    """Invariant 9: seeds in every stage, in a fresh loop with other weights and another random state: bit for bit."""
+    """With seeds in every stage, a fresh loop with other weights and random state continues bit for bit."""
     name = f"step-{step:05d}"
     shutil.copytree(whole[0] / name, tmp_path / "run" / name)
     loop = Loop(99)

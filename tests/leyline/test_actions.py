@@ -26,15 +26,17 @@ EXPECTED = {
 }
 
 
+@pytest.mark.requirement(59)
 @pytest.mark.parametrize("op", LifecycleOp)
 def test_relevance_of_every_op(op: LifecycleOp) -> None:
-    """Requirement 59: every op has an entry, and it says what the design says."""
+    """Every op has an entry, with the heads that the design gives it."""
     assert RELEVANCE[op] == EXPECTED[op]
 
 
+@pytest.mark.requirement(59)
 @pytest.mark.parametrize("op", LifecycleOp)
 def test_forgotten_op_fails(op: LifecycleOp) -> None:
-    """Requirement 59: a table whose op head forgets an op is refused, naming it."""
+    """A table whose op head lacks an op is refused, and the error names the op."""
     rows = tuple(
         replace(head, ops=tuple(o for o in head.ops if o is not op)) if head.name == "op" else head for head in HEADS
     )
@@ -42,21 +44,24 @@ def test_forgotten_op_fails(op: LifecycleOp) -> None:
         relevance(rows)
 
 
+@pytest.mark.requirement(59)
 def test_table_without_an_op_head_fails() -> None:
-    """Requirement 59: without that row nothing is listed at all."""
+    """A table without an op head is refused."""
     with pytest.raises(RuntimeError, match="WAIT"):
         relevance(HEADS[1:])
 
 
+@pytest.mark.requirement(50)
 def test_new_head_is_one_row() -> None:
-    """Requirement 50: names and relevance follow from the table alone."""
+    """Names and relevance follow from the table alone."""
     rows = (*HEADS, Head("mood", ("calm", "wild"), (LifecycleOp.WAIT,)))
     assert relevance(rows)[LifecycleOp.WAIT] == {"op", "mood"}
     assert {op: heads - {"mood"} for op, heads in relevance(rows).items()} == EXPECTED
 
 
+@pytest.mark.requirement(50)
 def test_names_come_from_the_table() -> None:
-    """Requirement 50: one tuple of names, in the table's order, without repetition."""
+    """There is one tuple of names, in the table's order and without repetition."""
     assert tuple(head.name for head in HEADS) == HEAD_NAMES
     assert len(set(HEAD_NAMES)) == len(HEAD_NAMES) == 8
 
@@ -100,15 +105,17 @@ def test_full_preset() -> None:
     assert full.heads == HEADS and full.ops == tuple(LifecycleOp)
 
 
+@pytest.mark.requirement(50)
 @pytest.mark.parametrize("name", HEAD_PRESETS)
 def test_presets_name_existing_heads(name: str) -> None:
-    """Requirement 50: no name in a preset is lost, and heads come in the table's order."""
+    """Every name in a preset exists, and its heads keep the table's order."""
     preset = head_preset(name)
     assert {head.name for head in preset.heads} == set(preset.head_names)
     assert list(preset.heads) == sorted(preset.heads, key=HEADS.index)
 
 
+@pytest.mark.invariant(15)
 def test_unknown_preset() -> None:
-    """Invariant 15: the error names the value and what is allowed."""
+    """The error names the value and what is allowed."""
     with pytest.raises(UnknownNameError, match="unknown head preset 'tiny'; allowed: core, full"):
         head_preset("tiny")

@@ -51,8 +51,9 @@ def test_order_is_the_action_index() -> None:
     assert len(config) == 3
 
 
+@pytest.mark.invariant(15)
 def test_unknown_slot() -> None:
-    """Invariant 15: the error lists the ids."""
+    """The error lists the ids."""
     config = SlotConfig((spec("r0c0"), spec("r1c0")))
     for look_up in (config.index, config.__getitem__):
         with pytest.raises(UnknownNameError, match="unknown slot 'r9c9'; allowed: r0c0, r1c0"):

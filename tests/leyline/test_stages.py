@@ -26,15 +26,17 @@ def test_values_are_dense() -> None:
     assert [int(stage) for stage in SeedStage] == list(range(9))
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("source", SeedStage)
 @pytest.mark.parametrize("target", SeedStage)
 def test_every_pair(source: SeedStage, target: SeedStage) -> None:
-    """Invariant 5: thirteen of the 81 pairs are steps, none of them to itself."""
+    """Thirteen of the 81 pairs are transitions, and no stage leads to itself."""
     assert can_transition(source, target) == ((source.name, target.name) in STEPS)
 
 
+@pytest.mark.invariant(5)
 def test_fossil_has_no_exit() -> None:
-    """Invariant 5: it is the only stage that is never left."""
+    """FOSSILIZED is the only stage without an exit."""
     assert [stage for stage in SeedStage if not TRANSITIONS[stage]] == [SeedStage.FOSSILIZED]
 
 

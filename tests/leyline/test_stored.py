@@ -268,9 +268,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused(folder: Path, damage: str) -> None:
-    """Invariant 15: an error that says what was found, and what would be right."""
+    """The error says what was found and what would be right."""
     change, message = DAMAGE[damage]
     change(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -327,10 +328,11 @@ class Bomb:
         return os.mkdir, (str(self.target),)
 
 
+@pytest.mark.requirement(82)
 @pytest.mark.parametrize("honest_digest", [False, True])
 @pytest.mark.parametrize("of_torch", [False, True])
 def test_pickle_is_refused_and_never_run(folder: Path, tmp_path: Path, of_torch: bool, honest_digest: bool) -> None:
-    """Requirement 82: a pickle in the place of the weights executes nothing, whatever the JSON says of it."""
+    """A pickle in place of the weights is never executed, whatever the JSON says."""
     proof, written = tmp_path / "executed", tmp_path / "bomb"
     if of_torch:
         torch.save({"weight": Bomb(proof)}, written)

@@ -33,30 +33,32 @@ def model() -> MorphogeneticModel:
 
 # The type checker compares every member with its protocol here.
 def as_host(model: MorphogeneticModel) -> SlottedHostProtocol:
-    """Requirement 53: a model is a slotted host, statically."""
+    """Check statically that a model is a slotted host."""
     return model
 
 
 def as_slot(slot: SeedSlot) -> SeedSlotProtocol:
-    """Requirement 53: a slot is one, statically."""
+    """Check statically that a slot satisfies its protocol."""
     return slot
 
 
 def as_state(state: SeedState) -> SeedStateProtocol:
-    """Requirement 53: a state is one, statically."""
+    """Check statically that a state satisfies its protocol."""
     return state
 
 
+@pytest.mark.requirement(53)
 def test_kasmina_satisfies_the_protocols(model: MorphogeneticModel) -> None:
-    """Requirement 53: the real classes pass at run time as they do in the type checker."""
+    """The real classes satisfy the protocols at run time, as in the type checker."""
     slot = model.seed_slots["r1c0"]
     assert isinstance(as_host(model), SlottedHostProtocol)
     assert isinstance(as_slot(slot), SeedSlotProtocol)
     assert isinstance(as_state(slot.state), SeedStateProtocol)
 
 
+@pytest.mark.requirement(53)
 def test_through_the_protocol(model: MorphogeneticModel) -> None:
-    """Requirement 53: what learning reads through the protocols is what the model says."""
+    """Values read through the protocols are those of the model."""
     host = as_host(model)
     slot = host.seed_slots["r1c0"]
     assert slot.spec.slot_id == slot.state.slot_id == "r1c0"
@@ -91,9 +93,10 @@ def parts_of(hint: object) -> Iterator[object]:
         yield from parts_of(argument)
 
 
+@pytest.mark.requirement(53)
 @pytest.mark.parametrize(("protocol", "name"), MEMBERS, ids=lambda value: getattr(value, "__name__", value))
 def test_no_any(protocol: type, name: str) -> None:
-    """Requirement 53: every argument and result has a type, and none of them is Any."""
+    """Every argument and result has a type, and none of them is Any."""
     member = members(protocol)[name]
     function = member.fget if isinstance(member, property) else member
     assert isinstance(function, FunctionType)
@@ -102,6 +105,7 @@ def test_no_any(protocol: type, name: str) -> None:
     assert not any(part is Any or part is object for hint in hints.values() for part in parts_of(hint))
 
 
+@pytest.mark.requirement(53)
 def test_the_module_does_not_know_any() -> None:
-    """Requirement 53: not even imported."""
+    """The module does not even import Any or cast."""
     assert not {"Any", "cast"} & set(vars(contracts))

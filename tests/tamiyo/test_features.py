@@ -278,6 +278,7 @@ def test_every_column_varies() -> None:
     assert [name for name, column in seen.items() if column.std() == 0] == []
 
 
+@pytest.mark.invariant(10)
 @FEW
 @given(extremes=st.lists(EXTREMES, min_size=1, max_size=5), seed=st.integers(0, 99), sensing=st.booleans())
 def test_finite_and_bounded_for_extreme_signals(extremes: list[float], seed: int, sensing: bool) -> None:

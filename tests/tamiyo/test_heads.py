@@ -63,17 +63,19 @@ def test_what_is_illegal_has_probability_zero(epsilon: float) -> None:
     assert torch.allclose(probs.sum(-1), torch.ones(200))
 
 
+@pytest.mark.requirement(13)
 @pytest.mark.parametrize("legal", range(2, 9))
 def test_uniform_choices_have_entropy_one(legal: int) -> None:
-    """Requirement 13: for every m ≥ 2, whatever is illegal beside them."""
+    """The entropy is 1 for every m ≥ 2, whatever else is illegal."""
     mask = torch.arange(8) < legal
     assert MaskedCategorical(torch.full((8,), 3.0), mask).entropy().item() == pytest.approx(1.0)
     assert MaskedCategorical(torch.full((8,), 3.0), mask, 0.1).entropy().item() == pytest.approx(1.0)
     assert 0 < MaskedCategorical(torch.arange(8.0), mask).entropy().item() < 0.9
 
 
+@pytest.mark.requirement(13)
 def test_entropy_is_normalised_in_one_place() -> None:
-    """Requirement 13: no other definition, no tables of normalisers, no distribution of torch's."""
+    """There is no other definition, no table of normalisers and no torch distribution."""
     marks = re.compile(r"def (?:\w+_)?entropy\(self|max_entrop|(?i:normali[sz]e\w*_entrop)|/ .*\blog2?\(|distributions")
     found = [
         (path.name, line.strip())
@@ -84,9 +86,10 @@ def test_entropy_is_normalised_in_one_place() -> None:
     assert [name for name, _ in found] == ["heads.py"] * 2, found
 
 
+@pytest.mark.requirement(70)
 @pytest.mark.parametrize("epsilon", [0.0, 0.05])
 def test_one_legal_choice_has_entropy_zero(epsilon: float) -> None:
-    """Requirement 70: exactly, with a gradient of exactly 0, beside a row with a choice whose gradient is finite."""
+    """Entropy and gradient are exactly 0, and the gradients of other rows stay finite."""
     logits = torch.tensor([[3.0, -1.0, 2.0], [3.0, -1.0, 2.0]], requires_grad=True)
     choice = MaskedCategorical(logits, torch.tensor([[False, True, False], [True, True, False]]), epsilon)
     entropy = choice.entropy()
@@ -99,16 +102,18 @@ def test_one_legal_choice_has_entropy_zero(epsilon: float) -> None:
     assert logits.grad[1, 0] != 0
 
 
+@pytest.mark.requirement(65)
 def test_empty_masks_raise() -> None:
-    """Requirement 65: with validation on, and the error says where."""
+    """With validation on, the error says where the mask is empty."""
     mask = torch.tensor([[[True, False], [False, False]]])
     with pytest.raises(EmptyMaskError, match=re.escape("[0, 1] allows none of 2")):
         MaskedCategorical(torch.zeros(1, 2, 2), mask)
 
 
+@pytest.mark.requirement(65)
 @pytest.mark.parametrize("epsilon", [0.0, 0.05])
 def test_empty_masks_show_in_the_counts(epsilon: float) -> None:
-    """Requirement 65: with validation off; what is drawn is still an index."""
+    """With validation off, the count is 0 and the drawn action is still an index."""
     choice = MaskedCategorical(torch.zeros(2, 3), torch.tensor([[False] * 3, [True] * 3]), epsilon, validate=False)
     assert choice.counts.tolist() == [0, 3]
     assert choice.entropy()[0].item() == 0
@@ -117,8 +122,9 @@ def test_empty_masks_show_in_the_counts(epsilon: float) -> None:
         assert ((drawn >= 0) & (drawn < 3)).all()
 
 
+@pytest.mark.requirement(65)
 def test_without_validation_nothing_is_read_back() -> None:
-    """Requirement 65: tensors of the meta device have no values, so any look at one raises."""
+    """Tensors on the meta device have no values, so any read would raise."""
     logits, mask = torch.zeros(4, 3, device="meta"), torch.ones(4, 3, dtype=torch.bool, device="meta")
     choice = MaskedCategorical(logits, mask, 0.1, validate=False)
     drawn = choice.sample(torch.zeros(4, device="meta"))
@@ -181,9 +187,10 @@ def test_draws_at_the_edges_are_legal(device: str) -> None:
         assert mask.gather(1, drawn.unsqueeze(1)).all()
 
 
+@pytest.mark.invariant(8)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), st.sampled_from([0.0, 0.05, 0.5]))
 def test_every_legal_choice_has_a_gradient(values: list[float], epsilon: float) -> None:
-    """Invariant 8: of its own logit, and none of an illegal one's."""
+    """Each legal choice has a gradient at its own logit and none at illegal ones."""
     for chosen in range(len(values)):
         logits = torch.tensor([*values, 1.0], requires_grad=True)
         mask = torch.tensor([True] * len(values) + [False])
@@ -241,9 +248,10 @@ def test_the_first_head_depends_on_nothing() -> None:
         ActionTable(())
 
 
+@pytest.mark.requirement(59)
 @pytest.mark.parametrize("preset", ["core", "full"])
 def test_relevance_of_a_growth_table(preset: str) -> None:
-    """Requirement 59: one row per op, equal to Leyline's table wherever the preset has the head."""
+    """One row per op, equal to Leyline's table wherever the preset has the head."""
     slots = get_task("digits_blind").slot_config
     table = growth_table(head_preset(preset), slots)
     assert tuple(table.relevance.shape) == (len(LifecycleOp), len(table))
@@ -254,10 +262,11 @@ def test_relevance_of_a_growth_table(preset: str) -> None:
     assert table.heads[0].matters is None
 
 
+@pytest.mark.requirement(60)
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 @pytest.mark.parametrize("lead", [(6,), (3, 2)])
 def test_causal(lead: tuple[int, ...], device: str) -> None:
-    """Requirement 60: (…, heads) → (…, heads) on the actions' device, for envs and for envs × steps."""
+    """(…, heads) → (…, heads) on the actions' device, for envs and for envs × steps."""
     table = growth_table(head_preset("core"), get_task("digits_blind").slot_config)
     ops = torch.tensor(list(LifecycleOp), device=device).view(lead)
     actions = torch.stack([ops, torch.zeros_like(ops), torch.zeros_like(ops)], -1)

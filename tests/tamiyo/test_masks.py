@@ -124,6 +124,7 @@ def test_other_heads_are_open() -> None:
 # -- properties -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(7)
 @settings(max_examples=25, deadline=None)
 @given(preset=st.sampled_from(sorted(HEAD_PRESETS)), count=st.integers(1, 6), seed=st.integers(0, 9999))
 def test_masks_are_the_rules(preset: str, count: int, seed: int) -> None:
@@ -141,6 +142,7 @@ def test_masks_are_the_rules(preset: str, count: int, seed: int) -> None:
     assert torch.equal(masks["blueprint"], signals.offers.fits)
 
 
+@pytest.mark.invariant(7)
 @settings(max_examples=40, deadline=None)
 @given(preset=st.sampled_from(sorted(HEAD_PRESETS)), count=st.integers(1, 6), seed=st.integers(0, 9999))
 def test_every_action_that_is_drawn_is_complete(preset: str, count: int, seed: int) -> None:

@@ -79,10 +79,11 @@ def test_without_recurrence_memory_has_no_say() -> None:
 # -- one decision after the other -------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(8)
 @pytest.mark.parametrize("epsilon", [0.0, 0.05])
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_are_those_of_collection(name: str, epsilon: float) -> None:
-    """Invariant 8: every head, placeholders included, under random conditional masks and with memory."""
+    """Every head agrees, placeholders included, with random conditional masks and a hidden state."""
     network = build(name, SHARP)
     table, hidden_state = network.table, network.initial_state(4)
     flat = torch.randn(7, 4, network.layout.size)
@@ -155,8 +156,9 @@ def test_joint_probabilities_sum_to_one() -> None:
         assert found.log_probs.sum(-1).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.requirement(65)
 def test_empty_masks_show_without_a_look_at_the_device() -> None:
-    """Requirement 65: as 0 choices, where the path leads; tensors of the meta device would raise at any look."""
+    """Empty masks count 0 choices where the action uses the head. Any read on the meta device would raise."""
     network = build("core3")
     masks = network.table.open_masks(2)
     masks["blueprint"][0] = False
@@ -171,10 +173,11 @@ def test_empty_masks_show_without_a_look_at_the_device() -> None:
     assert tuple(found.log_probs.shape) == (2, 3)
 
 
+@pytest.mark.requirement(65)
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # says that it does not see all of them
 def test_no_step_waits_for_the_device() -> None:
-    """Requirement 65: encoding, stepping, deciding and valuing never synchronise."""
+    """Encoding, stepping, deciding and valuing never synchronise."""
     network = build("full3").to("cuda")
     flat, hidden_state = torch.randn(8, network.layout.size, device="cuda"), network.initial_state(8)
     masks, uniform = network.table.open_masks(8, "cuda"), torch.rand(8, len(HEADS), device="cuda")
@@ -187,8 +190,9 @@ def test_no_step_waits_for_the_device() -> None:
         (found.log_probs.sum() + network.value(core, encoded).sum()).backward()
 
 
+@pytest.mark.requirement(50)
 def test_a_new_head_in_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 50: it gets weights, log-probs and entropies; masks that lack it are refused at once."""
+    """A new head gets weights, log-probs and entropies; masks without it are refused."""
     old = build("full3")
     monkeypatch.setattr("esper.leyline.actions.HEADS", (*HEADS, Head("depth", (1, 2), (LifecycleOp.GERMINATE,))))
     preset = HeadPreset("deep", (*HEAD_NAMES, "depth"), tuple(LifecycleOp))

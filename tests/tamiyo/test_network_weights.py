@@ -21,9 +21,10 @@ from esper.tamiyo import (
 from esper.tamiyo.network import FORGET_BIAS
 
 
+@pytest.mark.requirement(66)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_policy_is_nearly_uniform(name: str) -> None:
-    """Requirement 66: in every head, over what is legal; the scale of the heads is a setting."""
+    """Every head is near uniform over the legal choices, and the heads' gain is a setting."""
     network = build(name, NetworkConfig())
     masks, flat = random_masks(network.table, 256), torch.randn(256, network.layout.size)
     found = decide(network, flat, masks, uniform=torch.rand(256, len(network.table)))
@@ -33,9 +34,10 @@ def test_the_first_policy_is_nearly_uniform(name: str) -> None:
     assert found.entropies[found.decided].mean() < 0.95
 
 
+@pytest.mark.requirement(66)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_learns(name: str) -> None:
-    """Requirement 66: the LSTM's as all others, from log-probs and values of random steps; none is idle."""
+    """Every weight, including the LSTM's, gets a gradient from random steps."""
     network = build(name, SHARP)
     table = network.table
     encoded = network.encode(torch.randn(512, network.layout.size))
@@ -61,8 +63,9 @@ def test_the_last_choice_is_told_to_nobody() -> None:
     assert [name for name in names if "told" in name] == ["told.op.weight"]
 
 
+@pytest.mark.requirement(66)
 def test_heads_begin_small_and_what_they_read_does_not() -> None:
-    """Requirement 66: only the layer that makes the logits is scaled down; offers are seen from the first step on."""
+    """Only the layer that computes the logits is scaled down; offers matter from the first step."""
     network = build("core3", replace(SMALL, head_gain=0.01))
     weights = dict(network.named_parameters())
     assert weights["heads.blueprint.score.weight"].norm().item() == pytest.approx(0.01, rel=1e-4)
@@ -72,17 +75,19 @@ def test_heads_begin_small_and_what_they_read_does_not() -> None:
     )
 
 
+@pytest.mark.requirement(29)
 def test_forget_gates_begin_open() -> None:
-    """Requirement 29: the second of torch's four slices, over both biases together; all others begin at 0."""
+    """The second of torch's four slices is 1 over both biases together; all others start at 0."""
     lstm = build("vector").lstm
     total = torch.as_tensor(lstm.bias_ih_l0) + torch.as_tensor(lstm.bias_hh_l0)
     assert total.tolist() == [0.0] * 16 + [FORGET_BIAS] * 16 + [0.0] * 32
     assert FORGET_BIAS == 1.0
 
 
+@pytest.mark.requirement(27)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_norm_around_the_memory(name: str) -> None:
-    """Requirement 27: none at all, so no magnitude is lost: what is seen ten times as strongly enters about so."""
+    """There is no norm layer, so inputs ten times larger enter the core about ten times larger."""
     network = build(name, replace(SMALL, encoder_layers=2))
     assert [part for part, module in network.named_modules() if "norm" in type(module).__name__.lower()] == []
     seen = torch.randn(64, network.layout.size)
@@ -90,6 +95,7 @@ def test_no_norm_around_the_memory(name: str) -> None:
     assert bool(((strong.norm(dim=-1) / weak.norm(dim=-1)).median() - 10).abs() < 2)
 
 
+@pytest.mark.requirement(67)
 @pytest.mark.parametrize(
     "config",
     [
@@ -101,7 +107,7 @@ def test_no_norm_around_the_memory(name: str) -> None:
     ],
 )
 def test_widths_and_depth_are_settings(config: NetworkConfig) -> None:
-    """Requirement 67: every part takes them."""
+    """Every part of the network follows the configured widths and depth."""
     network = build("full3", config)
     found = decide(network, torch.randn(4, network.layout.size), uniform=torch.rand(4, 8))
     assert found.log_probs.isfinite().all()
@@ -109,6 +115,7 @@ def test_widths_and_depth_are_settings(config: NetworkConfig) -> None:
     assert len([part for part in network.trunk if isinstance(part, nn.Linear)]) == config.encoder_layers
 
 
+@pytest.mark.requirement(67)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -123,7 +130,7 @@ def test_widths_and_depth_are_settings(config: NetworkConfig) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(field: str, value: object) -> None:
-    """Requirement 67: below the least width nothing could be learnt."""
+    """Widths and depths below their minimum are refused."""
     with pytest.raises(BadValueError, match=field):
         NetworkConfig(**{field: value})  # type: ignore[arg-type]  # the point of the test
 
@@ -150,8 +157,9 @@ def test_tables_and_layouts_must_fit() -> None:
         FactoredRecurrentActorCritic(pointer, layout(3), NetworkConfig(first_bias=(0.0, 1.0, 0.0)))
 
 
+@pytest.mark.invariant(13)
 def test_weights_follow_from_the_seed() -> None:
-    """Invariant 13: equal under the same seed, different under another."""
+    """Equal seeds give equal weights, and different seeds different ones."""
     networks = []
     for rng_seed in (1, 1, 2):
         torch.manual_seed(rng_seed)

@@ -211,6 +211,7 @@ def test_random_commit() -> None:
 # -- plans as values --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(15)
 def test_plans_as_json() -> None:
     """Through text and back; what is not a plan is refused."""
     for plan in (LATER, Plan()):

@@ -59,8 +59,9 @@ def test_each_pass_has_every_image_once(batch: int) -> None:
     assert passes[0] != passes[1] != passes[2] != passes[0]
 
 
+@pytest.mark.invariant(13)
 def test_pure_function_of_seed_and_index() -> None:
-    """Invariant 13: whatever was drawn before, by whichever object and in whichever state of the global generator."""
+    """Neither earlier draws, nor another object, nor the global generator changes a minibatch."""
     forward, backward = make(shift=1, flip=True), make(shift=1, flip=True)
     first = [forward.minibatch(2, index) for index in range(12)]
     for index in reversed(range(12)):
@@ -71,8 +72,9 @@ def test_pure_function_of_seed_and_index() -> None:
         assert torch.equal(targets, first[index].targets)
 
 
+@pytest.mark.invariant(13)
 def test_known_minibatch() -> None:
-    """Invariant 13: order, shifts and flips of a minibatch never change, or old runs could not be repeated."""
+    """Order, shifts and flips of a minibatch must never change, or old runs could not be repeated."""
     inputs, targets = make(shift=2, flip=True).minibatch(2**40 + 1, 6)
     assert targets.tolist() == [22, 19, 16, 4, 10]
     assert (pixels(inputs) == 0).sum((1, 2, 3)).tolist() == [12, 40, 12, 32, 22]  # padding
@@ -221,9 +223,10 @@ def test_too_few_images() -> None:
 # -- batch size -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(36)
 @pytest.mark.parametrize("batch", [None, 1, 17, 200])
 def test_batch_size_is_configurable(batch: int | None) -> None:
-    """Requirement 36: the configured size reaches the minibatches; by default it is the task's; the name has no say."""
+    """The configured size reaches the minibatches; the default is the task's, whatever its name."""
     task = get_task("digits_blind")
     if batch is not None:
         task = replace(task, batch=batch)
@@ -262,8 +265,9 @@ def test_text_windows_start_anywhere() -> None:
     assert starts.unique().tolist() == list(range(60 - BLOCK))
 
 
+@pytest.mark.invariant(13)
 def test_text_is_a_pure_function_of_seed_and_index() -> None:
-    """Invariant 13, and different seeds differ."""
+    """Equal seeds give equal text, and different seeds different text."""
     batches = TextBatches(text_data(), 6, BLOCK, device=CPU)
     first = batches.minibatch(5, 9).inputs
     batches.minibatch(6, 0)

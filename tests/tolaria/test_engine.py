@@ -214,8 +214,9 @@ def episode(rng_seed: int, *, noise: int = 0) -> tuple[dict[str, Tensor], list[f
     return state_of(trainer.model), losses
 
 
+@pytest.mark.invariant(13)
 def test_two_runs_with_one_seed_are_bit_equal() -> None:
-    """Invariant 13: weights, seeds' weights, statistics and losses, whatever the global generator does."""
+    """Weights, seeds, statistics and losses are equal, whatever the global generator does."""
     first, losses = episode(4)
     second, again = episode(4, noise=5)
     assert any("slots" in name for name in first)
@@ -228,8 +229,9 @@ def test_seeds_differ() -> None:
     assert episode(4)[1] != episode(5)[1]
 
 
+@pytest.mark.invariant(2)
 def test_a_seed_in_training_does_not_touch_the_host() -> None:
-    """Invariant 2: with a seed in the shadow the host's run is bit-equal to the run that grows nothing."""
+    """With a seed in TRAINING, the host's run is bit-equal to one that grows nothing."""
     alone, beside = trainer_of(), trainer_of()
     beside.model.germinate_seed("r1c0", "conv_light")
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""A fleet of N equals N networks trained one by one (invariant 11).
+"""A fleet of N equals N networks trained one by one.
 
 The other side of each comparison is `reference.OneByOne`. Tolerances are max |difference| / max |reference| per tensor:
 1e-9 in float64 after twenty minibatches, 1e-6 in fp32 after one.
@@ -110,6 +110,7 @@ def run_step(fleet: HostFleet, lone: OneByOne, tolerance: float) -> None:
 # -- twenty minibatches -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), [CASES[0], CASES[3]])
 def test_equals_networks_one_by_one(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Five steps of four minibatches; ramps, rests and births run on by themselves."""
@@ -146,6 +147,7 @@ def play(grower: Growable, step: int, slots: tuple[str, ...], blueprint: str) ->
         grower.germinate(3, third, "norm")
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), CASES)
 def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Edits before each of the five steps."""
@@ -162,6 +164,7 @@ def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConf
     assert_equal_networks(fleet, lone, EXACT)
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), [CASES[1], CASES[2]])
 def test_equals_them_after_a_restore(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Three hosts go back by a step, structure and all, and train on with empty optimisers; the others go on."""
@@ -323,9 +326,10 @@ def test_replays_equal_eager_minibatches(isolation: Isolation, monkeypatch: pyte
 # -- validation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize("kind", ["cnn", "gpt"])
 def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
-    """Invariant 11: main rows, shadows and ablations together, and each row as a model of its own."""
+    """Main rows, shadows and ablations together equal one model per row."""
     fleet = make_fleet(task_of(kind), dtype=torch.float64)
     fleet.train_step()
     rows, whose = fleet.evaluation_rows()

@@ -1,4 +1,4 @@
-"""The governor: faults are caught before the next decision (requirement 95) and undone by snapshots that never grow."""
+"""The governor: faults are caught before the next decision and undone by snapshots of constant size."""
 
 import copy
 import gc
@@ -205,6 +205,7 @@ def assert_restored(fleet: HostFleet, before: HostFleet, env: int) -> None:
         assert not mine[name].any(), name
 
 
+@pytest.mark.requirement(95)
 @pytest.mark.parametrize(
     "place", [0, TASK.batches_per_step // 2, TASK.batches_per_step - 1], ids=["first", "mid", "last"]
 )
@@ -212,7 +213,7 @@ def assert_restored(fleet: HostFleet, before: HostFleet, env: int) -> None:
 def test_faults_are_caught_before_the_next_decision(
     fault: Fault, place: int, trained: HostFleet, healthy: HostFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requirement 95, the fleet's half: in any minibatch of a step. The env goes back, the others never notice."""
+    """A fault in any minibatch of a step restores its env and leaves the others unchanged."""
     fleet = copy.deepcopy(trained)
     train_with(fleet, fault, place, monkeypatch)
     (panic,) = fleet.govern(fleet.validate())
@@ -304,8 +305,9 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.requirement(7)
 def test_snapshots_never_grow() -> None:
-    """Requirement 7: 200 snapshots and 200 edits within ±5 % of the memory, all of it on the CPU."""
+    """200 snapshots and 200 edits stay within ±5 % of the memory, all of it on the CPU."""
     fleet = make_fleet(task_of("cnn"), grown=False)
     blueprints = [offer.name for offer in fleet.slots["r1c0"].blueprints][:4]
 
@@ -346,9 +348,10 @@ def test_a_snapshot_is_a_copy() -> None:
             assert_restored(fleet, before, env)
 
 
+@pytest.mark.requirement(7)
 @pytest.mark.gpu
 def test_snapshots_of_a_fleet_on_cuda_are_in_host_memory() -> None:
-    """Requirement 7: and an env that comes back has the same bits."""
+    """Snapshots stay in host memory, and a restored env has the same bits."""
     fleet = make_fleet(task_of("cnn"), device=torch.device("cuda"))
     before = [everything_of(fleet, env) for env in range(fleet.n)]
     assert all(tensor.device.type == "cpu" for tensor in fleet.snapshots._tensors.values())

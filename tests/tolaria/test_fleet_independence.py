@@ -1,4 +1,4 @@
-"""Hosts of a fleet do not know of each other (invariant 12), and what is random in one follows from its seed (13)."""
+"""Hosts of a fleet are independent, and all randomness of a host follows from its seed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,10 +74,11 @@ Change = Callable[[HostFleet], None]
 CHANGES: list[Change] = [other_weights, nan_host, nan_seeds, infinite_momentum, fast, prune, replace_seed]
 
 
+@pytest.mark.invariant(12)
 @KINDS
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_happens_to_one_changes_no_bit_of_another(kind: Kind, change: Change) -> None:
-    """Invariant 12: weights, seeds, statistics, momentum, states, losses and validation of all others."""
+    """Weights, seeds, statistics, momentum, states, losses and validation of the others are unchanged."""
     calm, troubled = make_fleet(task_of(kind)), make_fleet(task_of(kind))
     change(troubled)
     others = [env for env in range(calm.n) if env != ENV]
@@ -115,6 +116,7 @@ def test_a_birth_changes_no_bit_of_another() -> None:
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(12)
 def test_a_member_that_waits_has_gain_zero() -> None:
     """Envs 0 and 1, and 4 and 5, wait; their mates grow, train in the shadow and blend. Not one image differs."""
     fleet = make_fleet(task_of("cnn"), seeds=[5, 5, 5, 5, 9, 9, 9, 9], grown=False)
@@ -142,8 +144,9 @@ def test_a_member_that_waits_has_gain_zero() -> None:
 # -- what is random ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(13)
 def test_initial_weights_follow_from_the_seed() -> None:
-    """Invariant 13: whatever stands beside it, and whatever the global generator does."""
+    """Neither the other hosts nor the global generator changes them."""
     task = task_of("cnn")
     torch.manual_seed(1)
     fleet = make_fleet(task, 4, seeds=[3, 1, 4, 1], grown=False)
@@ -177,8 +180,9 @@ def seed_weights(fleet: HostFleet, env: int, slot_id: str, blueprint: str) -> Te
     return fleet.banks[slot_id, blueprint].weights.matrix[env].clone()
 
 
+@pytest.mark.invariant(13)
 def test_a_seeds_weights_follow_from_slot_and_number() -> None:
-    """Invariant 13: equal in a group, another for each germination, and those that a single model would plant."""
+    """Equal in a group, new for each germination, and equal to those of a single model."""
     fleet = make_fleet(task_of("cnn"), 4, seeds=[3, 1, 4, 1], grown=False)
     model = MorphogeneticModel(task_of("cnn").make_host(1), fleet.task.slot_ids, rng_seed=derive_seed(1, "seeds"))
     drawn = []
@@ -205,6 +209,7 @@ def test_a_seeds_weights_follow_from_slot_and_number() -> None:
     assert not any(torch.equal(left, right) for left, right in pairwise(drawn))
 
 
+@pytest.mark.invariant(13)
 def test_two_runs_are_bit_equal() -> None:
     """The same seeds, the same fleet, with AdamW too."""
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The governor's alarms: its signs by hand, and none in healthy hosts (requirement 95)."""
+"""The governor's alarms: each symptom by hand, and no alarm in healthy hosts."""
 
 import random
 from collections.abc import Callable
@@ -156,9 +156,10 @@ def assert_no_alarm(task: Task, n: int) -> None:
     assert float(fleet.losses.mean()) < task.random_guess_loss
 
 
+@pytest.mark.requirement(95)
 @pytest.mark.parametrize("name", ["digits_blind", "digits"])
 def test_no_false_alarm(name: str) -> None:
-    """Requirement 95: 20 hosts × 10 steps."""
+    """20 healthy hosts raise no alarm in 10 steps."""
     assert_no_alarm(replace(get_task(name), steps=10, batches_per_step=6), 20)
 
 
@@ -179,8 +180,9 @@ def test_cutting_a_seed_that_carries_its_host_is_no_fault() -> None:
         fleet.tick()
 
 
+@pytest.mark.requirement(95)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits_blind", "digits"])
 def test_no_false_alarm_in_many_hosts(name: str) -> None:
-    """Requirement 95: 200 hosts × 30 steps."""
+    """200 healthy hosts raise no alarm in 30 steps."""
     assert_no_alarm(replace(get_task(name), steps=30), 200)

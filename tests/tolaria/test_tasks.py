@@ -156,20 +156,22 @@ def test_depthwise_fits_the_budget_of_varied_digits_once() -> None:
 # -- what follows from the spec ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(24)
 @pytest.mark.parametrize(
     ("classes", "loss", "chance"), [(2, 0.693147, 50.0), (10, 2.302585, 10.0), (100, 4.60517, 1.0)]
 )
 def test_baselines_come_from_the_spec(classes: int, loss: float, chance: float) -> None:
-    """Requirement 24: a new task with 100 classes has the random-guess loss ln 100, whatever its name."""
+    """A new task with 100 classes has the random-guess loss ln 100, whatever its name."""
     for name in ("digits_blind", "new"):
         task = replace(get_task("digits_blind"), name=name, classes=classes)
         assert task.random_guess_loss == pytest.approx(loss, abs=1e-6)
         assert task.chance_accuracy == chance
 
 
+@pytest.mark.requirement(24)
 @pytest.mark.parametrize("name", TABLE)
 def test_baselines_of_registered_tasks(name: str) -> None:
-    """Requirement 24: the classes are those of the host's scores."""
+    """The number of classes is that of the host's outputs."""
     task = get_task(name)
     config = task.build_host().config()
     assert config is not None
@@ -207,9 +209,10 @@ def test_tasks_are_frozen() -> None:
 # -- hosts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(13)
 @pytest.mark.parametrize("name", ["digits_blind", "digits_varied", "cifar_impaired", "shakespeare_char"])
 def test_hosts_are_a_pure_function_of_the_seed(name: str) -> None:
-    """Invariant 13: bit-equal whatever the global generator does; other seeds give other weights."""
+    """Weights are bit-equal whatever the global generator does; other seeds give other weights."""
     task = get_task(name)
     torch.manual_seed(1)
     first = task.make_host(5)
@@ -228,8 +231,9 @@ def test_hosts_do_not_share_weights() -> None:
     assert not same(first, second)
 
 
+@pytest.mark.invariant(13)
 def test_known_host() -> None:
-    """Invariant 13: the weights of seed 0 never change, or old runs could not be repeated."""
+    """The weights of seed 0 must never change, or old runs could not be repeated."""
     host = get_task("digits_blind").make_host(0)
     total = sum(float(parameter.detach().double().abs().sum()) for parameter in host.parameters())
     assert total == pytest.approx(80.926588, rel=1e-6)
@@ -382,8 +386,9 @@ def test_a_defect_needs_a_host_that_can_have_it() -> None:
 # -- the registry -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(15)
 def test_unknown_task() -> None:
-    """Invariant 15: the error names the value and all that is allowed."""
+    """The error names the value and everything that is allowed."""
     with pytest.raises(UnknownNameError) as caught:
         get_task("digits_blnd")
     assert "'digits_blnd'" in str(caught.value)

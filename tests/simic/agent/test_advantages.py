@@ -22,8 +22,9 @@ def used(n: int, *steps: range) -> Tensor:
 # -- per head ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(28)
 def test_first_head_learns_from_the_base() -> None:
-    """Requirement 28: the very tensor, not a copy, and nothing is written into it."""
+    """The first head uses the base tensor itself, without a copy or a write."""
     base = torch.randn(20)
     before = base.clone()
     found = compute_per_head_advantages(base, used(20, range(10), range(3)))
@@ -118,8 +119,9 @@ def test_tasks_are_scaled_apart() -> None:
     assert found.floored.tolist() == [False, False, False]
 
 
+@pytest.mark.requirement(56)
 def test_forced_steps_and_padding_are_not_counted() -> None:
-    """Requirement 56: neither garbage nor zeros behind a row move the moments."""
+    """Neither garbage nor zeros in the padding change the moments."""
     advantages = torch.tensor([1.0, torch.nan, 3, 5, 1e30, 7])
     chosen = torch.tensor([True, False, True, True, False, True])
     found = standardise(advantages, chosen, ONE_TASK[:6], 1, 0.1)
@@ -128,8 +130,9 @@ def test_forced_steps_and_padding_are_not_counted() -> None:
     assert (found.mean.tolist(), found.std.tolist()) == (clean.mean.tolist(), clean.std.tolist())
 
 
+@pytest.mark.requirement(63)
 def test_constant_rewards() -> None:
-    """Requirement 63: what is left is the critic's noise; the floor keeps it small, and says so."""
+    """Only the critic's noise is left; the floor keeps it small and is reported."""
     steps = 16
     values = 1e-4 * torch.randn((4, steps))
     nothing = torch.zeros((4, steps), dtype=torch.bool)
@@ -148,9 +151,10 @@ def test_constant_rewards() -> None:
     assert float(loud.advantages.abs().max()) > 1
 
 
+@pytest.mark.requirement(63)
 @pytest.mark.parametrize("value", [0.0, 5.3])
 def test_equal_advantages(value: float) -> None:
-    """Requirement 63: exactly alike, they teach nothing."""
+    """Identical advantages become zero and teach nothing."""
     found = standardise(torch.full((12,), value), torch.ones(12, dtype=torch.bool), ONE_TASK, 1, floor=1e-3)
     assert found.floored.tolist() == [True]
     assert found.advantages.abs().max() < 1e-3

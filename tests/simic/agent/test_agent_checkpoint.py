@@ -65,9 +65,10 @@ def same(first: Tensors, second: Tensors) -> bool:
 # -- what comes back --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(82)
 @pytest.mark.parametrize("kind", ["vector", "core", "full"])
 def test_a_loaded_agent_goes_on_as_if_it_had_never_stopped(kind: str, tmp_path: Path) -> None:
-    """Requirement 82: actions, draws, updates, statistics, schedules and counters, bit for bit."""
+    """Actions, draws, updates, statistics, schedules and counters are equal bit for bit."""
     agent = trained(kind)
     agent.observations.freeze()
     agent.failures = 1
@@ -86,8 +87,9 @@ def test_a_loaded_agent_goes_on_as_if_it_had_never_stopped(kind: str, tmp_path: 
     assert same(agent_tensors(agent), agent_tensors(other))
 
 
+@pytest.mark.requirement(82)
 def test_an_agent_that_has_learnt_nothing_yet(tmp_path: Path) -> None:
-    """Requirement 82: Adam has no moments; the loaded one starts like the other."""
+    """An agent without Adam moments loads and starts like the original."""
     agent = make_agent("core")
     save_agent(agent, tmp_path / "agent")
     other, _ = load_agent(tmp_path / "agent", device=torch.device("cpu"))
@@ -96,8 +98,9 @@ def test_an_agent_that_has_learnt_nothing_yet(tmp_path: Path) -> None:
     assert same(agent_tensors(agent), agent_tensors(other))
 
 
+@pytest.mark.requirement(82)
 def test_saving_changes_nothing(tmp_path: Path) -> None:
-    """Requirement 82: and it leaves two files, neither of them a pickle."""
+    """Saving does not change the agent and writes two files, neither of them a pickle."""
     agent = trained()
     before = {name: value.clone() for name, value in agent_tensors(agent).items()}
     save_agent(agent, tmp_path / "agent")
@@ -105,8 +108,9 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "agent").iterdir()} == {"agent.json", "agent.safetensors"}
 
 
+@pytest.mark.requirement(82)
 def test_what_is_kept_beside_an_agent(tmp_path: Path) -> None:
-    """Requirement 82: frozen dataclasses; what is asked for must be there. Who wants the agent alone gets it."""
+    """Extra dataclasses are stored and loaded on request; a missing one is an error."""
     save_agent(make_agent("core"), tmp_path / "agent", {"note": Note("spring")})
     _, extras = load_agent(tmp_path / "agent", {"note": Note})
     assert extras == {"note": Note("spring")}
@@ -115,8 +119,9 @@ def test_what_is_kept_beside_an_agent(tmp_path: Path) -> None:
         load_agent(tmp_path / "agent", {"note": Note, "other": Note})
 
 
+@pytest.mark.requirement(26)
 def test_nothing_that_was_read_stays_in_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 26: the agent holds its own copies, and no second one lives on."""
+    """The agent holds its own copies, and the tensors that were read are freed."""
     alive: list[weakref.ref[Tensor]] = []
 
     def watched(folder: Path, kind: Any) -> tuple[Json, Tensors]:
@@ -148,9 +153,10 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return modes
 
 
+@pytest.mark.requirement(49, 51)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, in passing
 def test_a_compiled_agent_is_saved_and_loaded(quick_compiler: list[str], tmp_path: Path) -> None:
-    """Requirement 49, requirement 51: weights have the names of the network; the mode is kept or overridden."""
+    """Weights keep the network's names; the compile mode is stored or overridden on load."""
     agent = make_agent("vector", compile="max-autotune-no-cudagraphs", epochs=1, minibatches=1)
     agent.update(collect(agent))
     save_agent(agent, tmp_path / "agent")
@@ -217,17 +223,20 @@ WRONG: dict[str, tuple[Callable[[Json, Tensors], None], str]] = {
 }
 
 
+@pytest.mark.requirement(82)
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_refused(case: str, saved: Path) -> None:
-    """Requirement 82: with a message that says what is wrong, although all checksums are right."""
+    """The error says what is wrong, even if all checksums are right."""
     change, message = WRONG[case]
     rewrite(saved, change)
     with pytest.raises(CheckpointError, match=message):
         load_agent(saved)
 
 
+@pytest.mark.requirement(82)
 def test_nothing_is_half_loaded(saved: Path) -> None:
-    """Requirement 82: an agent that refuses tensors is what it was before."""
+    """An agent that refuses tensors stays as it was."""
     agent = make_agent("core", tasks=2)
     before = {name: value.clone() for name, value in agent_tensors(agent).items()}
     for case, (change, _) in WRONG.items():
@@ -241,17 +250,20 @@ def test_nothing_is_half_loaded(saved: Path) -> None:
     assert not same(before, agent_tensors(agent))
 
 
+@pytest.mark.requirement(68)
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_other_versions_are_refused(version: object, saved: Path) -> None:
-    """Requirement 68: naming the one that is read."""
+    """The error names the version that can be read."""
     path = saved / "agent.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
     with pytest.raises(CheckpointError, match=f"version is {version!r}.*reads version 1"):
         load_agent(saved)
 
 
+@pytest.mark.requirement(68)
 def test_foreign_folders_are_refused(saved: Path, tmp_path: Path) -> None:
-    """Requirement 68: none at all, an empty one, and that of something else."""
+    """Missing, empty and unrelated folders are refused."""
     (tmp_path / "empty").mkdir()
     for folder in ("nowhere", "empty"):
         with pytest.raises(CheckpointError, match=r"a folder with agent\.json and agent\.safetensors"):
@@ -271,8 +283,9 @@ class Trap:
         return partial(Trap.sprung.append), ("unpickled",)
 
 
+@pytest.mark.requirement(82)
 def test_pickles_are_refused(saved: Path) -> None:
-    """Requirement 82: even with the right digest, nothing of them is executed."""
+    """Even with the right digest, a pickle is never executed."""
     raw = pickle.dumps({"network.critic_out.weight": Trap()})
     (saved / "agent.safetensors").write_bytes(raw)
     path = saved / "agent.json"

@@ -68,6 +68,7 @@ NOWHERE, AT_THE_END, IN_THE_MIDDLE = [False] * 3, [False, False, True], [False, 
 ZEROS = [0.0] * 3
 
 
+@pytest.mark.requirement(89)
 @pytest.mark.parametrize(
     ("ends", "bootstraps", "advantages"),
     [
@@ -84,7 +85,7 @@ ZEROS = [0.0] * 3
     ],
 )
 def test_three_steps(ends: list[bool], bootstraps: list[float], advantages: list[float]) -> None:
-    """Requirement 89: truncation and a cut bootstrap, termination does not. Returns are A + V."""
+    """Truncation and a cut bootstrap, termination does not. Returns are A + V."""
     found, returns = compute_gae(*one_row(R, V, ends, bootstraps), gamma=0.5, lam=0.5)
     assert found.tolist() == [advantages]
     assert returns.tolist() == [[advantage + value for advantage, value in zip(advantages, V, strict=True)]]
@@ -99,10 +100,11 @@ def test_bootstrap_of_a_step_that_goes_on_is_not_read() -> None:
 # -- all at once ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(54)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.97, 0.0)])
 def test_equals_one_env_at_a_time(seed: int, gamma: float, lam: float) -> None:
-    """Requirement 54: ragged lengths, ends and forced steps anywhere."""
+    """Equal to the per-env reference with ragged lengths, ends and forced steps anywhere."""
     rows = random_rows(9, 17, seed=seed, forced=0.4)
     found, returns = compute_gae(*rows, gamma=gamma, lam=lam)
     wanted = torch.tensor([in_plain_python(rows, env, gamma, lam) for env in range(9)])
@@ -119,13 +121,15 @@ def calls(n_envs: int, steps: int) -> int:
     return len(counted.seen)
 
 
+@pytest.mark.requirement(54)
 def test_calls_do_not_depend_on_envs() -> None:
-    """Requirement 54: a loop over time only."""
+    """GAE loops over time only."""
     assert calls(1, 12) == calls(64, 12) < calls(1, 24)
 
 
+@pytest.mark.requirement(89)
 def test_envs_are_isolated() -> None:
-    """Requirement 89: whatever happens to env 2, env 1 keeps its advantages, bit by bit."""
+    """Changing env 2 leaves the advantages of env 1 bit-identical."""
     rows = random_rows(3, 11, forced=0.3)
     rows.lengths[:] = torch.tensor([11, 8, 10])
     before = [part.clone() for part in compute_gae(*rows, gamma=0.9, lam=0.9)]
@@ -136,8 +140,9 @@ def test_envs_are_isolated() -> None:
     assert not torch.equal(before[0][2], after[0][2])
 
 
+@pytest.mark.requirement(56)
 def test_nothing_behind_a_length_has_influence() -> None:
-    """Requirement 56: garbage there neither counts nor shows."""
+    """Garbage in the padding changes no advantage and never appears in the result."""
     rows = random_rows(6, 9, forced=0.3)
     rows.lengths[:] = torch.tensor([0, 1, 4, 8, 9, 5])
     clean = compute_gae(*rows, gamma=0.9, lam=0.9)

@@ -149,8 +149,9 @@ def test_a_mask_of_the_wrong_size() -> None:
 # -- episodes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(11)
 def test_termination_has_no_bootstrap_and_truncation_has_one() -> None:
-    """Requirement 11: the bootstrap is the value of the observation that the episode was cut off with."""
+    """A truncated episode bootstraps from the value of its last observation."""
     for truncates in (False, True):
         collector, _ = collect(lambda: Bandit(length=3, truncates=truncates))  # noqa: B023
         buffer = collector.buffer
@@ -160,8 +161,9 @@ def test_termination_has_no_bootstrap_and_truncation_has_one() -> None:
         assert bool((buffer.bootstraps[:, 7] != 0).all()), "the round is cut inside an episode"
 
 
+@pytest.mark.requirement(11)
 def test_the_bootstrap_sees_the_last_observation_with_the_carried_memory() -> None:
-    """Requirement 11, by hand: one more step of the network from the memory after the last action."""
+    """By hand: one more network step from the hidden state after the last action."""
     collector, _ = collect(lambda: Bandit(length=4, truncates=True))
     agent, buffer = collector.agent, collector.buffer
     network, hidden_state = agent.network, agent.network.initial_state(4)
@@ -182,8 +184,9 @@ def test_memory_is_empty_after_an_episode() -> None:
     assert all(float(part.abs().max()) > 0 for part in collector.hidden_state)
 
 
+@pytest.mark.requirement(5)
 def test_statistics_take_in_each_round_once_and_freeze() -> None:
-    """Requirement 5: once per round, before the update, until the share of the run that was set."""
+    """Statistics update once per round, before the update, until the configured share of the run."""
     collector, _ = collect(lambda: Bandit(length=4), replace(SMALL, freeze_after=0.2))
     agent = collector.agent
     assert agent.observations.statistics.count.tolist() == [32, 32]

@@ -23,9 +23,10 @@ def test_ratio_by_hand() -> None:
     assert log_ratio.tolist() == [pytest.approx(math.log(1.5)), 0.0]
 
 
+@pytest.mark.requirement(48)
 @pytest.mark.parametrize("difference", [1e6, 1e30, 21.0])
 def test_log_ratio_is_clamped(difference: float) -> None:
-    """Requirement 48: to ± 20, alike in both directions; ratio and KL stay finite, squares of them too."""
+    """Log-ratios are clamped to ±20 on both sides; ratio, KL and their squares stay finite."""
     new, old = torch.tensor([difference, 0.0]), torch.tensor([0.0, difference])
     ratio, log_ratio = ratios(new, old)
     assert log_ratio.tolist() == [LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT]
@@ -34,17 +35,19 @@ def test_log_ratio_is_clamped(difference: float) -> None:
         assert bool(finite.isfinite().all())
 
 
+@pytest.mark.requirement(48)
 @given(FLOAT32, FLOAT32)
 def test_ratio_is_finite(new: float, old: float) -> None:
-    """Requirement 48: for any two log-probs that float32 can hold."""
+    """The ratio is finite for any two log-probs that float32 can hold."""
     ratio, log_ratio = ratios(torch.tensor(new), torch.tensor(old))
     kl = kl_terms(ratio, log_ratio)
     assert bool(ratio.isfinite()) and bool(kl.isfinite())
     assert kl >= -1e-6
 
 
+@pytest.mark.requirement(48)
 def test_clamp_is_out_of_the_way() -> None:
-    """Requirement 48: within the limit the gradient is that of the ratio; beyond it none arrives, and none explodes."""
+    """Within the limit the gradient is that of the ratio; beyond it the gradient is zero."""
     new = torch.tensor([0.3, -3.0, 1e6, -1e6], requires_grad=True)
     ratio, _ = ratios(new, torch.zeros(4))
     (gradient,) = torch.autograd.grad(ratio.sum(), new)
@@ -64,14 +67,16 @@ def test_kl_estimates_the_divergence() -> None:
     assert float((old * kl_terms(*ratios(new.log(), old.log()))).sum()) == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.requirement(47)
 def test_empty_masks_give_no_kl() -> None:
-    """Requirement 47: exactly 0, however far apart the log-probs are."""
+    """The KL is exactly 0, however far apart the log-probs are."""
     terms = kl_terms(*ratios(torch.full((6, 3), 1e6), torch.zeros((6, 3))))
     assert masked_sum(terms, torch.zeros((6, 3), dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.requirement(12)
 def test_kl_only_where_decided() -> None:
-    """Requirement 12: a head that the action did not use adds nothing; moved where it is used, it does."""
+    """A head adds to the KL only on steps whose action uses it."""
     old = torch.zeros((4, 2))
     new = old.clone()
     new[:, 1] = torch.tensor([0.5, 2.0, -3.0, 1.0])
@@ -87,6 +92,7 @@ def test_kl_only_where_decided() -> None:
 # -- policy -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(90)
 @pytest.mark.parametrize(
     ("ratio", "advantages", "losses", "slopes"),
     [
@@ -101,7 +107,7 @@ def test_kl_only_where_decided() -> None:
 def test_clipped_surrogate(
     ratio: list[float], advantages: list[float], losses: list[float], slopes: list[float]
 ) -> None:
-    """Requirement 90: −min(r·A, clip(r, 0.8, 1.2)·A) for both signs of A, and its derivative."""
+    """−min(r·A, clip(r, 0.8, 1.2)·A) for both signs of A, and its derivative."""
     moved = torch.tensor(ratio, requires_grad=True)
     found = surrogate(moved, torch.tensor(advantages), 0.2)
     assert found.tolist() == pytest.approx(losses)
@@ -109,8 +115,9 @@ def test_clipped_surrogate(
     assert gradient.tolist() == pytest.approx(slopes)
 
 
+@pytest.mark.requirement(90)
 def test_two_steps_of_two_heads() -> None:
-    """Requirement 90: each head sums over the steps that decided it, by its own advantages."""
+    """Each head sums over the steps that it decided, with its own advantages."""
     ratio = torch.tensor([[1.1, 1.5], [0.5, 9.0]])
     advantages = torch.tensor([[1.0, 2.0], [-1.0, 5.0]])
     decided = torch.tensor([[True, True], [True, False]])
@@ -126,6 +133,7 @@ def test_squared_error() -> None:
     assert value_errors(torch.tensor([3.0, 0.0]), torch.tensor([1.0, 4.0])).tolist() == [2.0, 8.0]
 
 
+@pytest.mark.requirement(90)
 @pytest.mark.parametrize(
     ("value", "old", "target", "error", "slope"),
     [
@@ -138,7 +146,7 @@ def test_squared_error() -> None:
     ],
 )
 def test_pessimistic_value_clip(value: float, old: float, target: float, error: float, slope: float) -> None:
-    """Requirement 90: the larger of both errors, with ± 1 about the old value."""
+    """The loss takes the larger of both errors, with ±1 around the old value."""
     moved = torch.tensor([value], requires_grad=True)
     found = value_errors(moved, torch.tensor([target]), old=torch.tensor([old]), clip=1.0)
     assert found.tolist() == [error]
@@ -146,8 +154,9 @@ def test_pessimistic_value_clip(value: float, old: float, target: float, error: 
     assert gradient.tolist() == [slope]
 
 
+@pytest.mark.requirement(4)
 def test_value_clip_needs_old_values() -> None:
-    """Requirement 4: clipping against nothing, or against whatever lies about, is refused."""
+    """Value clipping without old values is refused."""
     with pytest.raises(BadValueError, match="needs the old ones"):
         value_errors(torch.zeros(2), torch.zeros(2), clip=0.2)
 
@@ -173,8 +182,9 @@ def test_huber_with_clip() -> None:
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(90)
 def test_masked_sum_by_hand() -> None:
-    """Requirement 90: 1 + 3 and 20, whatever else there is."""
+    """The sums are 1 + 3 and 20, whatever the masked entries hold."""
     values = torch.tensor([[1.0, torch.nan], [torch.inf, 20.0], [3.0, -torch.inf]])
     mask = torch.tensor([[True, False], [False, True], [True, False]])
     assert masked_sum(values, mask).tolist() == [4.0, 20.0]
@@ -185,8 +195,9 @@ def test_masked_sum_counts() -> None:
     assert float(masked_sum(torch.tensor([True, True, False, True]), torch.tensor([True, False, True, True]))) == 2.0
 
 
+@pytest.mark.requirement(90)
 def test_hidden_steps_get_no_gradient() -> None:
-    """Requirement 90: not even where their ratio is beyond all bounds."""
+    """Masked steps get no gradient, even with an infinite ratio."""
     new = torch.tensor([0.1, 1e6, -1e6], requires_grad=True)
     ratio, _ = ratios(new, torch.zeros(3))
     loss = masked_sum(surrogate(ratio, torch.ones(3), 0.2), torch.tensor([True, False, False]))

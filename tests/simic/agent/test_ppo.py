@@ -55,8 +55,9 @@ def norm(gradients: Gradients) -> float:
 # -- entropy ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(10, 46)
 def test_steps_that_do_not_use_a_head_leave_its_entropy_alone() -> None:
-    """Requirement 10, requirement 46: ten times as many steps without GERMINATE change nothing for blueprints."""
+    """Ten times as many steps without GERMINATE leave the blueprint head's bonus unchanged."""
 
     def narrow(masks: Masks, step: int) -> None:
         masks["op"][:] = False
@@ -72,8 +73,9 @@ def test_steps_that_do_not_use_a_head_leave_its_entropy_alone() -> None:
     assert gap(few, many) <= 1e-6
 
 
+@pytest.mark.requirement(10, 46)
 def test_more_heads_do_not_make_the_entropy_bonus_larger() -> None:
-    """Requirement 10, requirement 46: two equal heads pull the trunk exactly as much as one."""
+    """Two equal heads pull the trunk exactly as much as one."""
 
     agents = [PPOAgent(discrete_table(sizes), vector_layout(3), small(steps=1, **WHOLE)) for sizes in ((4,), (4, 4))]
     first = agents[0].network
@@ -96,9 +98,10 @@ def test_more_heads_do_not_make_the_entropy_bonus_larger() -> None:
 # -- KL ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(12)
 @pytest.mark.parametrize(("narrow", "moved"), [(only("op", WAIT, PRUNE), False), (only("op", GERMINATE), True)])
 def test_kl_counts_only_heads_that_were_used(narrow: Narrow, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 12: other blueprints' logits move no policy that does not germinate."""
+    """Shifted blueprint logits add no KL to a policy that never germinates."""
     agent = make_agent("core", epochs=2, minibatches=1, target_kl=None)
     weights = list(agent.network.heads["blueprint"].parameters())
     monkeypatch.setattr(
@@ -125,16 +128,18 @@ def value_to_policy(scale: float) -> float:
     return norm({name: both[name] - policy[name] for name in both}) / norm(policy)
 
 
+@pytest.mark.requirement(62)
 def test_large_returns_do_not_drown_the_policy() -> None:
-    """Requirement 62: the critic learns in units of the returns' deviation from the first update on."""
+    """From the first update on, the critic learns in units of the returns' deviation."""
     plain, large = value_to_policy(1.0), value_to_policy(100.0)
     print(f"value / policy gradient: {plain:.2f}, returns × 100: {large:.2f}")
     assert large < 5
     assert 0.3 < large / plain < 3
 
 
+@pytest.mark.requirement(4)
 def test_values_are_clipped_about_those_before_the_update() -> None:
-    """Requirement 4: with several epochs; a narrow range changes only what comes behind the first step."""
+    """Clipping uses the values before the update, so it takes effect only after the first step."""
     held, free = (make_agent("core", value_clip=clip, rate=0.02, target_kl=None) for clip in (0.01, None))
     with withheld(held) as first, withheld(free) as second:
         for agent in (held, free):
@@ -149,8 +154,9 @@ def test_values_are_clipped_about_those_before_the_update() -> None:
 # -- rare heads -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(77)
 def test_a_head_that_no_step_used_is_not_learnable() -> None:
-    """Requirement 77: it is seen in the metrics, and has no gradient."""
+    """The metrics report the head as not learnable, and it gets no gradient."""
     agent = make_agent("core")
     heads = agent.update(collect(agent, narrow=only("op", WAIT, PRUNE))).heads
     assert not heads["blueprint"].learnable
@@ -163,8 +169,9 @@ def test_a_head_that_no_step_used_is_not_learnable() -> None:
     assert not heads["op"].learnable  # a single op leaves it no choice
 
 
+@pytest.mark.requirement(77, 91)
 def test_only_the_critic_decays() -> None:
-    """Requirement 77, requirement 91: neither actors nor what they share with it."""
+    """Neither the actors nor the layers they share with the critic decay."""
     agent = make_agent("full", critic_decay=0.25)
     names = {weight: name for name, weight in agent.network.named_parameters()}
     decay = {names[w]: group["weight_decay"] for group in agent.optimizer.param_groups for w in group["params"]}
@@ -235,8 +242,9 @@ def test_a_collapsed_head_comes_back() -> None:
     assert max(free) < 0.05
 
 
+@pytest.mark.requirement(86)
 def test_the_memory_sees_columns_of_one_scale() -> None:
-    """Requirement 86: observations are normalised before the recurrent core, by statistics of their own columns."""
+    """Observations are normalised by per-column statistics before the recurrent core."""
     agent = PPOAgent(discrete_table([2]), vector_layout(7))
     scales = torch.logspace(-3, 3, 7)
     raw = 5 * scales + scales * torch.randn(4096, 7)

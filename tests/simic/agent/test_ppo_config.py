@@ -42,17 +42,19 @@ BAD: tuple[tuple[str, object], ...] = (
 )
 
 
+@pytest.mark.requirement(4)
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_bad_values_are_refused(name: str, value: object) -> None:
-    """Requirement 4: epochs below 1, and everything else that makes no sense; the message names both."""
+    """Fewer than one epoch and every other senseless value are refused, naming field and value."""
     with pytest.raises((BadValueError, UnknownNameError)) as caught:
         PPOConfig(**{name: value})  # type: ignore[arg-type]  # wrong on purpose
     assert name in str(caught.value)
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.requirement(4)
 def test_bad_lengths_of_runs_are_refused() -> None:
-    """Requirement 4: an agent needs to know how long it learns, and for how many tasks."""
+    """An agent needs the number of updates and of tasks, at least 1 each."""
     for wrong in ({"total_updates": 0}, {"tasks": 0}):
         with pytest.raises(BadValueError, match=f"{next(iter(wrong))} 0"):
             PPOAgent(*TABLES["vector"], **wrong)  # type: ignore[arg-type]  # wrong on purpose
@@ -142,21 +144,24 @@ def outcome(name: str | None) -> str:
     return repr((weights, history, learned.returns, learned.agent.compile_mode))
 
 
+@pytest.mark.requirement(52, 57)
 def test_every_field_is_tried() -> None:
-    """Requirement 52, requirement 57: a new field arrives with a test of its effect."""
+    """Every field has an entry below, so a new field needs a test of its effect."""
     assert set(CHANGES) == {field.name for field in fields(PPOConfig)}
     assert outcome(None) == outcome.__wrapped__(None)  # the same run gives the same numbers
 
 
+@pytest.mark.requirement(52, 57)
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_field_has_an_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 52, requirement 57: no setting exists unwired."""
+    """Every setting changes the result of an update."""
     monkeypatch.setattr(torch, "compile", lambda call, **settings: call)  # what it does is another test's
     assert outcome(name) != outcome(None)
 
 
+@pytest.mark.requirement(57)
 def test_tasks_and_total_updates_have_effects() -> None:
-    """Requirement 57: the constructor's parameters too."""
+    """The constructor's parameters change the result too."""
     short, long = (make_agent("core", total_updates=updates) for updates in (2, 200))
     for agent in (short, long):
         agent.update(collect(agent))
@@ -168,9 +173,10 @@ def test_tasks_and_total_updates_have_effects() -> None:
 # -- devices, slots, numbers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(76)
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_devices_by_name_or_as_such(device: str | torch.device) -> None:
-    """Requirement 76: inside it is a torch.device; Adam is fused on every device, the fastest on the CPU as well."""
+    """The agent stores a torch.device; Adam is fused on every device, also on the CPU."""
     agent = PPOAgent(*TABLES["core"], small(), device=device)
     assert agent.device == torch.device("cpu")
     assert isinstance(agent.device, torch.device)
@@ -179,8 +185,9 @@ def test_devices_by_name_or_as_such(device: str | torch.device) -> None:
     assert agent.update(collect(agent)).minibatches_taken == 16
 
 
+@pytest.mark.requirement(30)
 def test_no_slot_configuration_is_built_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 30: an agent takes its table, and with it the slots, from its maker."""
+    """The agent takes its table, and with it the slots, from the caller."""
     built: list[int] = []
     monkeypatch.setattr(SlotConfig, "__post_init__", lambda self: built.append(1))
     agent = make_agent("core")
@@ -212,16 +219,18 @@ def bare_numbers(source: str) -> Iterator[str]:
 SOURCES = sorted(Path(ppo.__file__).parent / f"{name}.py" for name in ("ppo", "losses", "lesson", "record"))
 
 
+@pytest.mark.requirement(29)
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_numbers_in_the_update_have_names(path: Path) -> None:
-    """Requirement 29: no bare literals."""
+    """The update code contains no bare literals."""
     assert list(bare_numbers(path.read_text())) == []
     assert list(bare_numbers("def f(x=3):\n    return x * 1e-6")) == ["line 2: 1e-06"]
 
 
+@pytest.mark.requirement(20, 29)
 @pytest.mark.parametrize("module", [config, losses])
 def test_constants_come_with_their_reason(module: Any) -> None:  # Any: a module
-    """Requirement 20, requirement 29: thresholds stand in one place, each with a line on why it is what it is."""
+    """All thresholds stand in one module, each with a line that gives the reason."""
     body = ast.parse(Path(module.__file__).read_text()).body
     constants = [
         (node, behind)
@@ -233,8 +242,9 @@ def test_constants_come_with_their_reason(module: Any) -> None:  # Any: a module
         assert isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant), ast.unparse(node)
 
 
+@pytest.mark.requirement(20)
 def test_the_agent_defines_no_threshold_of_its_own() -> None:
-    """Requirement 20: it reads those of `config`, which detectors can read too."""
+    """The agent reads the thresholds of `config`, as the detectors do."""
     found: dict[str, Callable[..., object]] = vars(ppo)
     own = {name for name, value in found.items() if name.isupper() and isinstance(value, int | float)}
     assert own == {"ADAM_EPS", "FAILURES_ALLOWED", "GAP_REFUSED", "KL_STOP", "NORM_EPS"}

@@ -65,9 +65,10 @@ def round_of(kind: str, **changes: Any) -> tuple[PPOAgent, TamiyoRolloutBuffer]:
     return agent, collect(agent, seed=2)
 
 
+@pytest.mark.requirement(92)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_those_that_were_collected(kind: str) -> None:
-    """Requirement 92: all heads, in rows of unequal length that end and begin anew in the middle."""
+    """Every head agrees, in rows of unequal length with resets inside."""
     agent, buffer = round_of(kind)
     inner = buffer.ends & (torch.arange(buffer.capacity) < buffer.lengths.unsqueeze(1) - 1)
     assert int(inner.sum()) > 5
@@ -75,17 +76,19 @@ def test_log_probs_are_those_that_were_collected(kind: str) -> None:
     assert agent.update(buffer).behaviour_gap <= 1e-5
 
 
+@pytest.mark.requirement(92)
 def test_the_gap_shows_a_reset_that_was_not_there() -> None:
-    """Requirement 92: were sequences not cut where memories were emptied, the gap would tell."""
+    """Without the cuts at episode ends, the behaviour gap exceeds its limit."""
     agent, buffer = round_of("core")
     buffer.ends[:] = False
     with pytest.raises(BehaviourGapError):
         agent.update(buffer)
 
 
+@pytest.mark.requirement(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_ratios_are_exactly_one(kind: str, ratios: list[Tensor]) -> None:
-    """Requirement 4: old log-probs come from the weights before the update; only its own steps change ratios."""
+    """Old log-probs come from the weights before the update; only its own steps change ratios."""
     agent, buffer = round_of(kind, epochs=3, rate=0.01, target_kl=None)
     ratios.clear()
     agent.update(buffer)
@@ -94,9 +97,10 @@ def test_the_first_ratios_are_exactly_one(kind: str, ratios: list[Tensor]) -> No
     assert all(float((ratio - 1).abs().max()) > 1e-3 for ratio in ratios[1:])
 
 
+@pytest.mark.requirement(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ratios_stay_one_while_the_step_is_withheld(kind: str, ratios: list[Tensor]) -> None:
-    """Requirement 4: on every minibatch of every epoch, whatever the rows it is made of."""
+    """Ratios are 1 on every minibatch of every epoch, whatever rows it holds."""
     agent, buffer = round_of(kind, epochs=3)
     ratios.clear()
     with withheld(agent):
@@ -106,8 +110,9 @@ def test_ratios_stay_one_while_the_step_is_withheld(kind: str, ratios: list[Tens
     assert max(float((ratio - 1).abs().max()) for ratio in ratios) <= 1e-5
 
 
+@pytest.mark.requirement(3)
 def test_every_row_is_seen_once_per_epoch_and_in_order(batches: list[tuple[list[int], Batch]]) -> None:
-    """Requirement 3: rows are shuffled over minibatches, steps inside a sequence are not."""
+    """Rows are shuffled over minibatches, but steps inside a sequence are not."""
     agent, buffer = round_of("core", minibatches=3)
     batches.clear()
     agent.update(buffer)
@@ -136,26 +141,29 @@ def gradients_when_cut(kind: str, minibatches: int, pieces: int) -> dict[str, Te
     return mean_of(seen)
 
 
+@pytest.mark.requirement(3, 78)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("minibatches", "pieces"), [(4, 1), (3, 1), (1, 4), (1, 8), (2, 3)])
 def test_gradients_do_not_depend_on_how_a_round_is_cut(kind: str, minibatches: int, pieces: int) -> None:
-    """Requirement 3, requirement 78: the mean over minibatches, or the sum over pieces, is the whole gradient."""
+    """The mean over minibatches, or the sum over pieces, is the full gradient."""
     whole = gradients_when_cut(kind, 1, 1)
     assert max(float(gradient.abs().max()) for gradient in whole.values()) > 0.1
     assert gap(whole, gradients_when_cut(kind, minibatches, pieces)) <= 1e-5
 
 
+@pytest.mark.requirement(78)
 def test_an_update_in_pieces_is_the_same_update() -> None:
-    """Requirement 78: steps included."""
+    """The weights after the update are the same too."""
     agents = [make_agent("full", pieces=pieces) for pieces in (1, 2)]
     for agent in agents:
         agent.update(collect(agent, seed=3))
     assert gap(*(weights_of(agent) for agent in agents)) <= 1e-5
 
 
+@pytest.mark.requirement(56)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cells_without_a_step_may_hold_anything(kind: str) -> None:
-    """Requirement 56: padding enters no loss, no statistic and no metric."""
+    """Padding enters no loss, statistic or metric."""
     plain, soiled = (round_of(kind) for _ in range(2))
     buffer = soiled[1]
     unused = ~buffer.valid
@@ -200,10 +208,11 @@ def test_equal_seeds_and_rounds_give_equal_agents() -> None:
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(45, 73)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")  # torch's own, in passing
 def test_the_compiled_update_is_the_eager_one() -> None:
-    """Requirement 45, requirement 73: the same log-probs, ratios, weights; no recompilation as shapes and ε change."""
+    """Log-probs, ratios and weights agree, and new shapes or a new ε cause no recompilation."""
     eager, compiled = make_agent("core"), make_agent("core", compile="default")
     for number in range(3):
         first = eager.update(collect(eager, seed=number))
@@ -221,11 +230,12 @@ def recompilations() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.requirement(45, 75)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")
 @pytest.mark.parametrize("part", ["encode", "decide"])
 def test_graph_breaks(part: str) -> None:
-    """Requirement 45, requirement 75: what is compiled is one graph, with no read of the device in it."""
+    """The compiled part is one graph without a device read."""
     table, layout = TABLES["full"]
     agent = PPOAgent(ActionTable(table.heads), layout, small(compile="default"))
     network, masks = agent.network, agent.table.open_masks(3)

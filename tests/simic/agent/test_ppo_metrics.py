@@ -21,9 +21,10 @@ def assert_truthful(record: PPOUpdateMetrics | HeadMetrics) -> None:
         assert type(getattr(record, name)) in allowed, (name, getattr(record, name))
 
 
+@pytest.mark.requirement(31, 69)
 @pytest.mark.parametrize("kind", ["vector", "core", "full"])
 def test_metrics_are_what_they_declare(kind: str) -> None:
-    """Requirement 31, requirement 69: types at run time, and one flat name per number that exists."""
+    """Types hold at run time, and every existing number has one flat name."""
     agent = make_agent(kind)
     metrics = agent.update(collect(agent))
     assert_truthful(metrics)
@@ -38,8 +39,9 @@ def test_metrics_are_what_they_declare(kind: str) -> None:
     assert {"ppo/advantage_mean", "ppo/advantage_std_after", f"ppo/{agent.table.names[0]}/entropy"} <= set(flat)
 
 
+@pytest.mark.requirement(69)
 def test_what_does_not_exist_is_left_out() -> None:
-    """Requirement 69: a head without a decision has no entropy, rather than one of 0."""
+    """A head without a decision has no entropy, instead of an entropy of 0."""
     agent = make_agent("core")
     metrics = agent.update(collect(agent, narrow=only("op", LifecycleOp.WAIT, LifecycleOp.PRUNE)))
     missing = {name for name in ("entropy", "kl", "clip_fraction") if f"ppo/blueprint/{name}" not in metrics.flat()}
@@ -48,8 +50,9 @@ def test_what_does_not_exist_is_left_out() -> None:
     assert metrics.flat()["ppo/blueprint/learnable_fraction"] == 0
 
 
+@pytest.mark.requirement(31)
 def test_advantages_before_and_after() -> None:
-    """Requirement 31: moments over the steps that decided something, by hand."""
+    """The moments cover the steps that decided something, by hand."""
     agent = make_agent("vector")
     buffer = collect(agent)
     choices = torch.stack([buffer.masks[name].sum(-1) for name in agent.table.names], -1)
@@ -72,24 +75,27 @@ def test_advantages_before_and_after() -> None:
     assert metrics.steps == int(valid.sum())
 
 
+@pytest.mark.requirement(31)
 def test_the_floor_is_flagged() -> None:
-    """Requirement 31: advantages that vary less than the floor are divided by it."""
+    """Advantages that vary less than the floor are divided by it."""
     agent = make_agent("core", advantage_floor=100.0)
     metrics = agent.update(collect(agent))
     assert metrics.advantage_floored
     assert metrics.advantage_std_after == pytest.approx(metrics.advantage_std / 100, rel=1e-4)
 
 
+@pytest.mark.requirement(31)
 def test_tasks_without_a_step_do_not_count() -> None:
-    """Requirement 31: nor do they flag a floor."""
+    """A task without steps enters no moment and sets no floor flag."""
     plain, several = make_agent("core"), make_agent("core", tasks=3)
     first = plain.update(collect(plain))
     second = several.update(collect(several, tasks=torch.full((8,), 2)))
     assert second == first
 
 
+@pytest.mark.requirement(32)
 def test_norm_before_clipping_and_the_factor() -> None:
-    """Requirement 32: both are logged, and the norm is the one before."""
+    """The norm before clipping and the clip factor are both logged."""
     agent = make_agent("core", clip_norm=1e-3, epochs=1, minibatches=1)
     metrics = agent.update(collect(agent))
     assert metrics.pre_clip_grad_norm > 0.1
@@ -100,8 +106,9 @@ def test_norm_before_clipping_and_the_factor() -> None:
     assert agent.update(collect(agent)).clip_factor == 1
 
 
+@pytest.mark.requirement(77)
 def test_head_norms_are_those_of_their_own_weights() -> None:
-    """Requirement 77: of each head apart from the rest."""
+    """Each head's gradient norm covers that head's weights alone."""
     agent = make_agent("core", clip_norm=1e6, epochs=1, minibatches=1)
     metrics = agent.update(collect(agent))
     for name, head in agent.network.heads.items():
@@ -110,8 +117,9 @@ def test_head_norms_are_those_of_their_own_weights() -> None:
     assert metrics.pre_clip_grad_norm > max(head.grad_norm for head in metrics.heads.values())
 
 
+@pytest.mark.requirement(12)
 def test_kl_and_joint_ratio() -> None:
-    """Requirement 12: heads' KL adds up to that of the joint action, per step that decided anything."""
+    """The heads' KL adds up to that of the joint action, per step that decided anything."""
     agent = make_agent("full", epochs=2, minibatches=1, rate=0.01, target_kl=None)
     metrics = agent.update(collect(agent))
     deciding = 1 - metrics.forced_fraction
@@ -121,12 +129,13 @@ def test_kl_and_joint_ratio() -> None:
     assert metrics.joint_ratio_min < 1 < metrics.joint_ratio_max
 
 
+@pytest.mark.requirement(83)
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("kind", ["vector", "core"])
 def test_an_update_reads_the_device_once_per_epoch_and_twice_more(
     kind: str, epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requirement 83: where rows are cut, whether to go on, the metrics. All else behind `read` is on the host."""
+    """It reads the row cuts, the stop decision per epoch and the metrics, and nothing else."""
     agent = make_agent(kind, epochs=epochs, pieces=2, target_kl=None)
     agent.update(collect(agent))
     buffer = collect(agent)
@@ -150,8 +159,9 @@ def test_an_update_reads_the_device_once_per_epoch_and_twice_more(
     assert transfers[0] + reads[0] == epochs + 2
 
 
+@pytest.mark.requirement(74)
 def test_coefficients_are_plain_numbers() -> None:
-    """Requirement 74: nothing is asked of torch to compute them."""
+    """Computing the coefficients needs no call to torch."""
     agent = make_agent("core")
     with Operations() as operations:
         config, progress = agent.config, agent.progress
@@ -160,9 +170,10 @@ def test_coefficients_are_plain_numbers() -> None:
     assert [type(value) for value in found] == [float] * 4
 
 
+@pytest.mark.requirement(69)
 @pytest.mark.parametrize(("minibatches", "pieces"), [(4, 1), (2, 2), (1, 3)])
 def test_metrics_do_not_depend_on_how_a_round_is_cut(minibatches: int, pieces: int) -> None:
-    """Requirement 69: losses, entropies and spreads are means over the round, whatever its parts are."""
+    """Losses, entropies and spreads are means over the round, however it is divided."""
 
     def figures(minibatches: int, pieces: int) -> dict[str, float]:
         agent = make_agent("core", minibatches=minibatches, pieces=pieces)

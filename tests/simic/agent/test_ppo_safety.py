@@ -42,9 +42,10 @@ def spoil(agent: PPOAgent, value: float, when: Callable[[int], bool] = lambda ca
     next(agent.network.heads["blueprint"].parameters()).register_hook(hook)
 
 
+@pytest.mark.requirement(38)
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_reaches_nothing(value: float) -> None:
-    """Requirement 38: in one head, in every minibatch: no weight, no moment and no step count changes."""
+    """If one head is broken in every minibatch, no weight, moment or step count changes."""
     agent = trained()
     buffer, before = collect(agent, seed=2), learnt(agent)
     spoil(agent, value)
@@ -56,8 +57,9 @@ def test_a_gradient_that_is_not_finite_reaches_nothing(value: float) -> None:
     assert metrics.heads["op"].grad_norm > 0  # the sound heads are still told apart
 
 
+@pytest.mark.requirement(38)
 def test_only_the_minibatch_that_is_not_finite_is_left_out() -> None:
-    """Requirement 38: the others teach, and nothing is damaged."""
+    """The other minibatches still train, and no weight is damaged."""
     agent = trained()
     before = learnt(agent)
     spoil(agent, NAN, when=lambda call: call % 4 == 1)
@@ -71,8 +73,9 @@ def test_only_the_minibatch_that_is_not_finite_is_left_out() -> None:
     assert agent.updates == 2
 
 
+@pytest.mark.invariant(14)
 def test_three_updates_without_a_finite_gradient_stop_the_run() -> None:
-    """Invariant 14: they advance no schedule; a sound one in between starts the count anew."""
+    """Skipped updates advance no schedule, and a good one in between resets the count."""
     agent = trained()
     bad: list[bool] = [True]
     spoil(agent, NAN, when=lambda call: bad[0])
@@ -91,8 +94,9 @@ def test_three_updates_without_a_finite_gradient_stop_the_run() -> None:
     assert (agent.config.rate_at(agent.progress), agent.epsilon) == (rate, epsilon)
 
 
+@pytest.mark.requirement(38)
 def test_rewards_that_are_not_finite_leave_the_statistics_of_returns_alone() -> None:
-    """Requirement 38: or every later round would be lost with them."""
+    """Otherwise every later round would be lost too."""
     agent = trained()
     buffer, before = collect(agent, seed=2), learnt(agent)
     buffer.rewards[3, 1] = NAN
@@ -105,8 +109,9 @@ def test_rewards_that_are_not_finite_leave_the_statistics_of_returns_alone() -> 
 # -- steps too far ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(84)
 def test_the_step_behind_a_large_kl_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 84: from the minibatch on that shows it nothing changes; those before it count."""
+    """Nothing changes from the offending minibatch on; earlier steps stay."""
     agent = make_agent("core", rate=0.05, minibatches=2, epochs=6)
     weights: list[dict[str, Tensor]] = []
     close = UpdateRecord.close
@@ -127,8 +132,9 @@ def test_the_step_behind_a_large_kl_is_not_taken(monkeypatch: pytest.MonkeyPatch
     assert agent.updates == 1
 
 
+@pytest.mark.requirement(84)
 def test_without_a_target_no_kl_stops() -> None:
-    """Requirement 84: the same update goes to its end."""
+    """Without a target KL the same update runs to its end."""
     agent = make_agent("core", rate=0.05, minibatches=2, epochs=6, target_kl=None)
     metrics = agent.update(collect(agent))
     assert (metrics.stopped_by_kl, metrics.minibatches_taken) == (False, 12)
@@ -137,9 +143,10 @@ def test_without_a_target_no_kl_stops() -> None:
 # -- rounds that do not fit -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(92)
 @pytest.mark.parametrize("damage", [0.02, NAN])
 def test_a_round_of_another_policy_is_refused(damage: float) -> None:
-    """Requirement 92: a gap above 1e-2, or one that is not a number; neither weights nor statistics change."""
+    """A gap above 1e-2, or NaN, is refused; weights and statistics stay unchanged."""
     agent = trained()
     buffer, before = collect(agent, seed=2), learnt(agent)
     buffer.log_probs[2, 1, 0] += damage
@@ -149,8 +156,9 @@ def test_a_round_of_another_policy_is_refused(damage: float) -> None:
     assert agent.updates == 1
 
 
+@pytest.mark.requirement(92)
 def test_a_small_gap_is_reported_and_no_more() -> None:
-    """Requirement 92: below the limit it is a number among the metrics."""
+    """Below the limit, the gap is only a metric."""
     agent = trained()
     buffer = collect(agent, seed=2)
     buffer.log_probs[2, 1, 0] += 0.005
@@ -174,9 +182,10 @@ def buffers() -> Iterator[tuple[str, TamiyoRolloutBuffer, str]]:
     yield "nothing in it", TamiyoRolloutBuffer(2, 4, size, table, 16), "empty: collect a round first"
 
 
+@pytest.mark.requirement(71)
 @pytest.mark.parametrize(("name", "buffer", "message"), list(buffers()))
 def test_a_buffer_that_does_not_fit_is_refused(name: str, buffer: TamiyoRolloutBuffer, message: str) -> None:
-    """Requirement 71: naming both sides."""
+    """The error names both shapes."""
     with pytest.raises(BadValueError, match=message):
         make_agent("core").update(buffer)
 
@@ -184,8 +193,9 @@ def test_a_buffer_that_does_not_fit_is_refused(name: str, buffer: TamiyoRolloutB
 # -- acting -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(65)
 def test_acting_reads_the_device_once() -> None:
-    """Requirement 65: one guard for all heads and envs."""
+    """One guard covers all heads and envs."""
     agent = make_agent("full")
     hidden_state, masks = agent.network.initial_state(4), agent.table.open_masks(4)
     agent.act(torch.randn(4, LAYOUT.size), masks, hidden_state)  # the table remembers what it looks at once
@@ -194,8 +204,9 @@ def test_acting_reads_the_device_once() -> None:
     assert operations.reads == 1
 
 
+@pytest.mark.requirement(65)
 def test_an_empty_mask_is_named() -> None:
-    """Requirement 65: although nothing is validated head by head."""
+    """The guard names the mask although no head is validated by itself."""
     agent = make_agent("core")
     masks = agent.table.open_masks(4)
     only("op", 1)(masks, 0)
@@ -204,8 +215,9 @@ def test_an_empty_mask_is_named() -> None:
         agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_state(4))
 
 
+@pytest.mark.requirement(65)
 def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
-    """Requirement 65: WAIT needs neither slot nor blueprint."""
+    """WAIT needs neither slot nor blueprint."""
     agent = make_agent("core")
     masks = {name: torch.zeros_like(mask) for name, mask in agent.table.open_masks(4).items()}
     masks["op"][:, 0] = True
@@ -213,10 +225,11 @@ def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
     assert bool(decision.forced.all())
 
 
+@pytest.mark.requirement(65)
 @pytest.mark.parametrize(("column", "name"), [(1, "accuracy"), (4, "slot.alpha"), (LAYOUT.size - 1, "critic.control")])
 @pytest.mark.parametrize("value", [NAN, -float("inf")])
 def test_an_observation_that_is_not_finite_is_named(column: int, name: str, value: float) -> None:
-    """Requirement 65: env and column, whatever the network makes of it."""
+    """The error names env and column, whatever the network computes from it."""
     agent = make_agent("core")
     for weight in agent.network.parameters():
         weight.data.abs_()  # a ReLU would make 0 of −∞
@@ -226,8 +239,9 @@ def test_an_observation_that_is_not_finite_is_named(column: int, name: str, valu
         agent.act(observations, agent.table.open_masks(4), agent.network.initial_state(4))
 
 
+@pytest.mark.requirement(65)
 def test_damaged_weights_are_named() -> None:
-    """Requirement 65: neither observation nor mask is to blame."""
+    """The error blames the weights, not the observation or the mask."""
     agent = make_agent("core")
     agent.network.critic_out.bias.data.fill_(NAN)
     with pytest.raises(NotFiniteError, match="weights are damaged"):
@@ -237,8 +251,9 @@ def test_damaged_weights_are_named() -> None:
 # -- compiling --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(39)
 def test_a_compiler_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 39: with a warning, and the same result as without it."""
+    """A warning is issued, and the result equals that of eager mode."""
 
     def broken(*args: object) -> Callable[..., object]:
         raise OSError("no compiler here")
@@ -253,8 +268,9 @@ def test_a_compiler_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert gap(weights_of(eager), weights_of(compiled)) == 0
 
 
+@pytest.mark.requirement(39)
 def test_errors_of_the_network_are_not_taken_for_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 39: what is wrong without a compiler is raised."""
+    """Errors that also occur in eager mode are raised."""
     agent = make_agent("vector")
     buffer = collect(agent)
     agent.compile_mode = "default"

@@ -41,8 +41,9 @@ def test_steps_lie_where_they_belong() -> None:
     assert all(torch.equal(buffer.masks[name][2, 1], second.masks[name][0]) for name in TABLE.names)
 
 
+@pytest.mark.requirement(88)
 def test_capacity_is_a_limit() -> None:
-    """Requirement 88: one step more raises and writes nothing, also where only one of the envs is full."""
+    """One step too many raises and writes nothing, even if only one env is full."""
     buffer = make_buffer(3, 2)
     buffer.add(make_step(3))
     buffer.add(make_step(1), [1])
@@ -51,8 +52,9 @@ def test_capacity_is_a_limit() -> None:
     unchanged(buffer, lambda: buffer.add(make_step(3)), "env 0 already has 2 steps")
 
 
+@pytest.mark.requirement(79)
 def test_round_begins_in_the_same_memory() -> None:
-    """Requirement 79: what was collected before is out of reach, and nothing is allocated anew."""
+    """Old data is unreachable after a reset, and nothing is allocated again."""
     buffer = make_buffer()
     fill(buffer, [6, 6, 6], ends=[(0, 0), (1, 2)])
     pointers = {name: value.data_ptr() for name, value in contents(buffer).items()}
@@ -69,8 +71,9 @@ def test_round_begins_in_the_same_memory() -> None:
     assert {name: value.data_ptr() for name, value in contents(buffer).items()} == pointers
 
 
+@pytest.mark.requirement(87)
 def test_adding_costs_the_same_at_any_time() -> None:
-    """Requirement 87: the same calls for the first and the last step, none of them on more than a step's numbers."""
+    """The first and the last step make the same calls, on one step's numbers only."""
     buffer, seen = make_buffer(3, 40), []
     for place in range(40):
         step = make_step(3)
@@ -82,8 +85,9 @@ def test_adding_costs_the_same_at_any_time() -> None:
     assert max(np.prod(shape) for _, shape in seen[0]) <= 3 * SIZE * len(TABLE) * 2
 
 
+@pytest.mark.requirement(64)
 def test_memory_is_kept_once_per_row() -> None:
-    """Requirement 64: twice as wide an LSTM costs the same number of bytes for 4 steps as for 400."""
+    """An LSTM twice as wide adds the same number of bytes for 4 steps as for 400."""
 
     def cost(capacity: int) -> int:
         sizes = [sum(v.nbytes for v in contents(make_buffer(3, capacity, hidden)).values()) for hidden in (8, 16)]
@@ -92,8 +96,9 @@ def test_memory_is_kept_once_per_row() -> None:
     assert cost(4) == cost(400) == 2 * 3 * 8 * 4  # hidden and cell, 3 rows, 8 more numbers of 4 bytes
 
 
+@pytest.mark.requirement(55)
 def test_valid_mask_on_the_device() -> None:
-    """Requirement 55: a comparison with the tensor of lengths; nothing passes to or from the host."""
+    """The mask is one comparison with the tensor of lengths, without a host transfer."""
     seen = []
     for n_envs in (1, 64):
         buffer = make_buffer(n_envs)

@@ -20,8 +20,9 @@ from esper.tamiyo.network import HiddenState, Stretches
 # -- cutting into sequences -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(58)
 def test_rows_are_cut_where_segments_end() -> None:
-    """Requirement 58: behind each end, and nowhere else; an end with the last step opens no empty sequence."""
+    """Rows are cut after each end only; an end at the last step opens no empty sequence."""
     buffer = make_buffer(3, 10)
     fill(buffer, [10, 4, 6], ends=[(0, 1), (0, 2), (0, 9), (2, 3)])
     buffer.ends[1, 6] = True  # behind the row's length
@@ -31,8 +32,9 @@ def test_rows_are_cut_where_segments_end() -> None:
     assert found.rows.tolist() == [0, 0, 0, 1, 2, 2]
 
 
+@pytest.mark.requirement(92)
 def test_memory_at_the_beginning_of_a_sequence() -> None:
-    """Requirement 92: the first of a row begins with what the env carried into the round, others with nothing."""
+    """A row's first sequence starts with the carried hidden state, later ones with zeros."""
     buffer = make_buffer(3, 10)
     fill(buffer, [10, 4, 6], ends=[(0, 1), (0, 2), (2, 3)])
     batch = buffer.batch(buffer.sequences(), [0, 1, 2])
@@ -45,9 +47,10 @@ LENGTHS = st.lists(st.integers(0, 21), min_size=1, max_size=6).filter(any)
 ENDS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=6)
 
 
+@pytest.mark.requirement(3, 56)
 @given(LENGTHS, ENDS, st.data())
 def test_every_step_once_and_in_order(lengths: list[int], ends: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Requirement 3, requirement 56: the steps of the rows, each once, and those of a sequence as they happened."""
+    """Each step of a row appears once, and the order inside a sequence is kept."""
     buffer = make_buffer(len(lengths), 21)
     fill(buffer, lengths, ends)
     filled = [row for row, length in enumerate(lengths) if length]
@@ -102,10 +105,11 @@ def test_places_in_blocks(lengths: list[int], allowed: int) -> None:
 NETWORK = FactoredRecurrentActorCritic(TABLE, vector_layout(SIZE), NetworkConfig(encoder=4, hidden=HIDDEN, head=4))
 
 
+@pytest.mark.requirement(92)
 @settings(max_examples=25)
 @given(LENGTHS, ENDS)
 def test_blocks_unroll_what_was_collected(lengths: list[int], ends: list[tuple[int, int]]) -> None:
-    """Requirement 92: step by step with resets, as at collection, or in blocks: the same core at every step."""
+    """Unrolling in blocks gives the same core output as stepping with resets."""
     buffer = make_buffer(len(lengths), 21)
     fill(buffer, lengths, ends)
     wanted = torch.zeros((len(lengths), 21, HIDDEN))
@@ -132,9 +136,10 @@ def test_equal_lengths_need_no_places() -> None:
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(93)
 @pytest.mark.gpu
 def test_copies_that_do_not_wait_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 93: from pageable memory an asynchronous copy is none. Adding and cutting up wait for nothing."""
+    """Copies without pinned memory would not be asynchronous. Adding and cutting never wait."""
     buffer, copies, move = make_buffer(3, 6, device="cuda"), [], torch.Tensor.to
 
     def watched(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -50,8 +50,9 @@ def test_policy_sees_float32() -> None:
     assert (seen.dtype, seen.shape) == (torch.float32, (4, 3, 2))
 
 
+@pytest.mark.requirement(5)
 def test_freeze_stops_updates() -> None:
-    """Requirement 5: from then on what a policy sees no longer shifts."""
+    """After the freeze, the policy's inputs stop shifting."""
     found = ObservationNormalizer(torch.arange(2))
     found.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     row = torch.tensor([[5.0, 5.0]])
@@ -62,8 +63,9 @@ def test_freeze_stops_updates() -> None:
     assert all(torch.equal(value, state[name]) for name, value in found.statistics.state_dict().items())
 
 
+@pytest.mark.requirement(5)
 def test_seeing_changes_nothing() -> None:
-    """Requirement 5: statistics move in `update` alone, so that every step of a round is seen alike."""
+    """Only `update` changes the statistics, so every step of a round is normalised alike."""
     found = ObservationNormalizer(torch.arange(2))
     found.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     state = found.statistics.state_dict()

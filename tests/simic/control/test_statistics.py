@@ -30,8 +30,9 @@ def two_gaussians(batches: int = 60) -> list[Tensor]:
 # -- moving average ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(40)
 def test_moving_average_of_two_gaussians() -> None:
-    """Requirement 40: the formula, in float64 and after every batch; it ends near the later distribution."""
+    """The formula holds in float64 after every batch, and ends near the later distribution."""
     found = RunningMeanStd(2, "ema", momentum=0.1)
     mean, var = np.zeros(2), np.ones(2)
     for place, batch in enumerate(two_gaussians()):
@@ -47,8 +48,9 @@ def test_moving_average_of_two_gaussians() -> None:
     assert found.mean.tolist() == pytest.approx([11 - 0.42, 4 - 0.38], abs=0.4)
 
 
+@pytest.mark.requirement(40)
 def test_total_variance() -> None:
-    """Requirement 40: what lies between the means of two batches is variance too."""
+    """The distance between the means of two batches adds to the variance."""
     found = RunningMeanStd(1, "ema", momentum=0.25)
     found.update(column(0, 0))
     found.update(column(4, 4))
@@ -57,8 +59,9 @@ def test_total_variance() -> None:
     assert found.var.tolist() == [3.0]
 
 
+@pytest.mark.requirement(40)
 def test_first_batch_is_taken_as_it_is() -> None:
-    """Requirement 40: an average with the zeros of the beginning would be wrong for dozens of rounds."""
+    """Averaging with the initial zeros would bias dozens of rounds."""
     found = RunningMeanStd(1, "ema", momentum=0.01)
     found.update(column(10, 14))
     assert (found.mean.tolist(), found.var.tolist(), found.count.tolist()) == ([12.0], [4.0], [2.0])
@@ -138,9 +141,10 @@ def test_constant_and_empty_input(mode: StatisticsMode) -> None:
 # -- keeping ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(40)
 @pytest.mark.parametrize("mode", ["running", "ema"])
 def test_state_round_trip(mode: StatisticsMode) -> None:
-    """Requirement 40: saved and loaded it goes on as if nothing had happened, and shares no memory."""
+    """A restored average continues like the original and shares no memory with it."""
     first, second = RunningMeanStd(2, mode), RunningMeanStd(2, mode)
     batches = two_gaussians(4)
     for batch in batches[:2]:
@@ -155,9 +159,10 @@ def test_state_round_trip(mode: StatisticsMode) -> None:
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
+@pytest.mark.requirement(40)
 @pytest.mark.parametrize("mode", ["running", "ema"])
 def test_reset(mode: StatisticsMode) -> None:
-    """Requirement 40: afterwards it is as new, also in that the first batch is taken as it is."""
+    """After a reset it is as new, and the first batch again sets the mean."""
     found, fresh = RunningMeanStd(2, mode), RunningMeanStd(2, mode)
     batches = two_gaussians(2)
     found.update(batches[0])
@@ -190,9 +195,10 @@ def test_foreign_state_changes_nothing(change: dict[str, Tensor | None]) -> None
 # -- contract ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(19)
 @pytest.mark.parametrize("module", [statistics, normalisers])
 def test_threading_contract_is_written_down(module: object) -> None:
-    """Requirement 19: one thread by construction, as the doc string says."""
+    """The docstring says that one thread uses it."""
     said = " ".join((module.__doc__ or "").split())
     assert "Threads: nothing here is locked; one thread, that of the training loop, updates and reads." in said
 

@@ -29,6 +29,7 @@ def flagged(suspects: Suspects) -> tuple[bool, bool]:
     return bool(suspects.hacking.any()), bool(suspects.ransomware.any())
 
 
+@pytest.mark.requirement(15)
 @pytest.mark.parametrize(
     ("contribution", "gain", "expected"),
     [
@@ -43,12 +44,13 @@ def flagged(suspects: Suspects) -> tuple[bool, bool]:
     ],
 )
 def test_by_hand(contribution: float, gain: float, expected: tuple[bool, bool]) -> None:
-    """Requirement 15: 6 points of contribution in a gain of 1 are hacking, 2 in a loss of 0.5 are ransomware."""
+    """A contribution of 6 in a gain of 1 is hacking; 2 in a loss of 0.5 is ransomware."""
     assert flagged(judge(contribution, gain)) == expected
 
 
+@pytest.mark.requirement(37)
 def test_only_what_was_measured() -> None:
-    """Requirement 37: neither silent seeds nor noise are accused."""
+    """Neither silent seeds nor noise are accused."""
     assert flagged(judge(6.0, 1.0, alpha=0.0)) == (False, False)
     assert flagged(judge(6.0, 1.0, error=6.5)) == (False, False)
     unmeasured = slot_view([HELD], [1.0], [None])
@@ -61,9 +63,9 @@ def test_limits() -> None:
     assert flagged(judge(6.0, 1.0, ratio=7.0)) == (False, False)
 
 
+@pytest.mark.requirement(15)
 def test_findings() -> None:
-    """Requirement 15: one record per suspicious seed of an episode, with all that an event needs; a seed that stays
-    suspicious is told of once, one that becomes so in another way is told of again."""
+    """Each suspicious seed gives one record per episode and kind, with all that an event needs."""
     slots = views(
         slot_view([HELD, EMPTY, TRAINING], [1.0, 0.0, 0.0], [6.0, None, None]),
         slot_view([HELD, HELD, HELD], [1.0, 1.0, 1.0], [0.5, 1.0, 0.5]),

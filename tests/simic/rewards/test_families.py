@@ -137,9 +137,10 @@ def without_potential(inputs: RewardInputs) -> RewardInputs:
     return inputs._replace(potential=row(0.0))
 
 
+@pytest.mark.requirement(16)
 @pytest.mark.parametrize("family", ["sparse", "minimal"])
 def test_sparse_by_hand(step: RewardInputs, family: Family) -> None:
-    """Requirement 16: (75 − 2) / 100 at the end; the scale is a factor, for values inside and outside the clamp."""
+    """(75 − 2) / 100 at the end; the scale is a factor, inside and outside the clamp."""
     inputs = without_potential(step)
     one, more = RewardConfig(family=family), RewardConfig(family=family, sparse_scale=2.5)
     assert total(one, inputs) == 0
@@ -171,8 +172,9 @@ def test_loss_by_hand(step: RewardInputs) -> None:
     assert total(config, crashed(step)) == pytest.approx(-4 - 5 + 1)
 
 
+@pytest.mark.requirement(24)
 def test_loss_baselines_come_from_the_task() -> None:
-    """Requirement 24: guessing among 100 classes, a loss of ln 100, is worth 0; so it is for every other task."""
+    """A loss of ln 100 with 100 classes is worth 0, and likewise for any other task."""
     hundred = relative_loss(torch.tensor([math.log(100), 0.0, 2 * math.log(100)]), math.log(100))
     assert hundred.tolist() == pytest.approx([1.0, 0.0, 2.0])
     guess = get_task("digits_blind").random_guess_loss
@@ -182,9 +184,10 @@ def test_loss_baselines_come_from_the_task() -> None:
         relative_loss(torch.ones(1), 0.0)
 
 
+@pytest.mark.requirement(21)
 @EACH_FAMILY
 def test_parts_sum_to_the_total(family: Family) -> None:
-    """Requirement 21: exactly, with nothing counted twice and nothing unset."""
+    """The sum is exact; no part is missing or counted twice."""
     episodes = [play(random_script(random.Random(seed)), 15) for seed in range(8)]
     for rewarded in pay(RewardConfig(family=family), [stack(step) for step in zip(*episodes, strict=True)]):
         parts = rewarded.breakdown.parts
@@ -197,8 +200,9 @@ def test_parts_sum_to_the_total(family: Family) -> None:
         assert ((share >= 0) & (share <= 1)).all()
 
 
+@pytest.mark.requirement(21)
 def test_shaped_share() -> None:
-    """Requirement 21: 3 of 4 by size; parts that cancel to a total of 0 do not blow it up; nothing paid: 0."""
+    """The share is taken by size, so it stays defined where the parts cancel or are all 0."""
     shaping, gain = torch.tensor([3.0, 2.0, 0.0, -2.0]), torch.tensor([1.0, -2.0, 0.0, 0.0])
     breakdown = RewardBreakdown({SHAPING: shaping, "gain": gain})
     assert breakdown.total.tolist() == [4, 0, 0, -2]
@@ -224,8 +228,9 @@ def test_credit_is_bounded_by_the_gain() -> None:
     assert credit(nothing.contribution, nothing.alpha, row(0.0)).tolist() == [[0.0, 0.0, 0.0]]
 
 
+@pytest.mark.requirement(37)
 def test_silent_seeds_are_not_measured(step: RewardInputs) -> None:
-    """Requirement 37: at alpha 0 there is no contribution, even where one was written down, and no proxy either."""
+    """At alpha 0 there is no contribution and no proxy, even if one was recorded."""
     silent = slot_view([2, 0, 0], [0, 0, 0], [6.0, None, None])
     assert credit(silent.contribution, silent.alpha, row(9.0)).tolist() == [[0.0, 0.0, 0.0]]
     assert float(unexplained(silent.contribution, silent.alpha, row(9.0))) == 0

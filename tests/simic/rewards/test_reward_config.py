@@ -10,8 +10,9 @@ from esper.simic.rewards import FAMILIES, DetectorLimits, GammaMismatchError, Re
 from esper.simic.rewards.config import OP_COSTS
 
 
+@pytest.mark.requirement(1)
 def test_one_gamma() -> None:
-    """Requirement 1: two gammas are refused before the first step, and the message names both."""
+    """Two different gammas are refused before the first step, and the error names both."""
     with pytest.raises(GammaMismatchError, match=r"0\.995.*0\.99"):
         check_gamma(RewardConfig(gamma=0.995).gamma, PPOConfig(gamma=0.99).gamma)
     check_gamma(RewardConfig(gamma=0.99).gamma, PPOConfig(gamma=0.99).gamma)
@@ -19,15 +20,17 @@ def test_one_gamma() -> None:
     assert RewardConfig().gamma == DEFAULT_GAMMA
 
 
+@pytest.mark.requirement(22)
 def test_proxy_weight_follows_the_main_weight() -> None:
-    """Requirement 22: 0.3 of it."""
+    """The proxy weight is 0.3 of the main weight."""
     assert RewardConfig().proxy_weight == pytest.approx(0.3)
     assert RewardConfig(attribution_weight=2.0).proxy_weight == pytest.approx(0.6)
     assert RewardConfig(attribution_weight=0.0).proxy_weight == 0
 
 
+@pytest.mark.requirement(25)
 def test_each_cost_once() -> None:
-    """Requirement 25: the table of op costs is made of the settings."""
+    """The table of op costs is built from the settings."""
     assert set(OP_COSTS) == set(LifecycleOp) - {LifecycleOp.WAIT}
     config = RewardConfig()
     assert {field.name for field in fields(config) if field.name in OP_COSTS.values()} == set(OP_COSTS.values())

@@ -41,6 +41,7 @@ def ratio_penalty(contribution: float, gain: float, limits: DetectorLimits) -> f
     return float(costs_of.ratio(RewardConfig(family="shaped", limits=limits), inputs))
 
 
+@pytest.mark.requirement(2)
 @given(
     contribution=st.floats(-1e6, 1e6),
     gain=st.sampled_from([0.0, 1e-12, -1e-12, 1e-300, 5e-324, -1.0, 1.0, 1e6, -1e6]),
@@ -48,7 +49,7 @@ def ratio_penalty(contribution: float, gain: float, limits: DetectorLimits) -> f
     limit=st.sampled_from([0.0, 1e-12, 5.0]),
 )
 def test_ratio_penalty_is_safe(contribution: float, gain: float, threshold: float, limit: float) -> None:
-    """Requirement 2: finite, never positive and bounded, for any improvement and any threshold, 0 included."""
+    """Finite, never positive and bounded for any improvement and threshold, including 0."""
     penalty = ratio_penalty(contribution, gain, DetectorLimits(threshold, limit))
     assert math.isfinite(penalty)
     assert -CONFIG.ratio_cap <= penalty <= 0
@@ -62,9 +63,10 @@ def test_ratio_penalty_by_hand() -> None:
     assert ratio_penalty(90.0, 0.0, DetectorLimits()) == pytest.approx(-0.3)
 
 
+@pytest.mark.requirement(17)
 @pytest.mark.parametrize("op", [WAIT, SET_ALPHA, ADVANCE], ids=lambda op: op.name)
 def test_indecision_is_linear_and_bounded(op: LifecycleOp) -> None:
-    """Requirement 17: 20 steps beyond patience: at most 0.05 more each, at most 0.3, the same for all that put off."""
+    """Each of 20 late steps adds at most 0.05, up to 0.3, for every op that delays."""
     ages = range(CONFIG.patience, CONFIG.patience + 21)
     paid = [-float(costs_of.indecision(CONFIG, one_step(held(age), op))) for age in ages]
     assert paid[:8] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.3])
@@ -72,9 +74,10 @@ def test_indecision_is_linear_and_bounded(op: LifecycleOp) -> None:
     assert max(paid) == pytest.approx(0.3)
 
 
+@pytest.mark.requirement(17)
 @pytest.mark.parametrize("op", [FOSSILIZE, PRUNE], ids=lambda op: op.name)
 def test_decisions_end_it(op: LifecycleOp) -> None:
-    """Requirement 17: but only for the slot that they are about."""
+    """A decision ends the cost only for its own slot."""
     assert float(costs_of.indecision(CONFIG, one_step(held(40), op))) == 0
     assert float(costs_of.indecision(CONFIG, one_step(held(40), op, slot=1))) == pytest.approx(-0.3)
 
@@ -94,18 +97,20 @@ def blending_seed(steps: int, contribution: float | None, alpha: float = 0.5) ->
     return one_step(view)
 
 
+@pytest.mark.requirement(17)
 def test_harmful_blending_is_linear_and_bounded() -> None:
-    """Requirement 17: 0.05 a step up to 0.3; nothing for a seed that helps, is silent or was not measured."""
+    """0.05 per step up to 0.3; nothing for a seed that helps, is silent or unmeasured."""
     paid = [float(costs_of.blending(CONFIG, blending_seed(steps, -1.0))) for steps in range(20)]
     assert paid == pytest.approx([-min(0.05 * steps, 0.3) for steps in range(20)])
     for inputs in (blending_seed(9, 1.0), blending_seed(9, None), blending_seed(9, -1.0, alpha=0.0)):
         assert float(costs_of.blending(CONFIG, inputs)) == 0
 
 
+@pytest.mark.requirement(23)
 @pytest.mark.parametrize("contribution", [1e6, 1e300, 3.0, 0.0, -1e6, None])
 @pytest.mark.parametrize("age", [0, 4, 5, 50])
 def test_prune_shaping_is_bounded(contribution: float | None, age: int) -> None:
-    """Requirement 23: a contribution of 1e6 costs no more than the stated bound, and pruning never pays."""
+    """A contribution of 1e6 costs at most the stated bound, and pruning never pays."""
     paid = float(costs_of.prune(CONFIG, one_step(held(age, contribution), PRUNE)))
     assert -CONFIG.prune_bound <= paid <= 0
     useful = min(0.05 * max(contribution or 0.0, 0.0), 0.9)
@@ -127,7 +132,8 @@ def test_shock_by_hand() -> None:
     assert jump(0.7, 0.7) == 0
 
 
+@pytest.mark.requirement(25)
 @pytest.mark.parametrize("op", LifecycleOp, ids=lambda op: op.name)
 def test_ops_cost_what_the_table_says(op: LifecycleOp) -> None:
-    """Requirement 25: from the same settings."""
+    """The charges come from the same settings."""
     assert float(costs_of.op(CONFIG, one_step(held(), op))) == -CONFIG.op_costs[op]

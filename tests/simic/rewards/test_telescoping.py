@@ -42,10 +42,11 @@ def test_lifecycles_have_everything(lifecycles: list[RewardInputs]) -> None:
     assert torch.stack([inputs.gain.isnan() for inputs in lifecycles]).equal(panics)
 
 
+@pytest.mark.requirement(14)
 @EACH_GAMMA
 @EACH_FAMILY
 def test_shaping_telescopes(lifecycles: list[RewardInputs], family: Family, gamma: float) -> None:
-    """Requirement 14: Σ γ^k · shaping = γ^n Φ(s_n) − Φ(s_0) for every prefix of every segment, Φ(terminal) := 0."""
+    """Σ γ^k · shaping = γ^n Φ(s_n) − Φ(s_0) for every prefix of every segment, Φ(terminal) := 0."""
     config = RewardConfig(family=family, gamma=gamma)
     running, discount = torch.zeros(ENVS, dtype=torch.float64), torch.ones(ENVS, dtype=torch.float64)
     start = torch.zeros(ENVS, dtype=torch.float64)
@@ -62,9 +63,10 @@ def test_shaping_telescopes(lifecycles: list[RewardInputs], family: Family, gamm
     assert not start.any()  # a new episode starts from 0
 
 
+@pytest.mark.requirement(14)
 @EACH_GAMMA
 def test_weighted_shaping_telescopes(lifecycles: list[RewardInputs], gamma: float) -> None:
-    """Requirement 14: with weight w the same holds of wΦ, and with 0 the shaping is nothing."""
+    """With weight w the same holds for wΦ, and weight 0 gives no shaping."""
     whole, half, none = (
         [r.breakdown.parts[SHAPING] for r in pay(RewardConfig(gamma=gamma, shaping=w), lifecycles)] for w in (1, 0.5, 0)
     )

@@ -125,8 +125,9 @@ def test_a_bootstrap_at_the_end_would_change_it(gamma: float) -> None:
     assert policy[-1][holds] != true_policy[-1][holds]
 
 
+@pytest.mark.requirement(1)
 def test_another_gamma_would_change_it() -> None:
-    """Requirement 1: shaping by 1 in a trainer of 0.9 pays for gains that come and go."""
+    """Shaping with gamma 1 under a trainer with 0.9 pays for gains that come and go."""
     mismatched = RewardConfig(gamma=1.0)
     policy, _ = solve(0.9, rewards(mismatched, False), rewards(mismatched, True))
     assert policy != unshaped(0.9)

@@ -36,53 +36,60 @@ def with_norm(norm: float, metrics: PPOUpdateMetrics = QUIET, **changes: Any) ->
     return replace(metrics, heads=heads, **changes)
 
 
+@pytest.mark.requirement(8)
 @pytest.mark.parametrize("patience", [1, 3, 5])
 def test_entropy_collapse_on_the_nth_round(patience: int) -> None:
-    """Requirement 8: one head at 0.01: on the Nth round running, not before, and not again; other heads are healthy."""
+    """One head at 0.01 raises one alarm, in the Nth round in a row; the others raise none."""
     detector = AnomalyDetector(AlarmLimits(entropy_patience=patience))
     seen = look(detector, [COLLAPSED] * (patience + 4))
     assert seen == [(patience - 1, "entropy_collapse", "slot", "warning")]
 
 
+@pytest.mark.requirement(8)
 def test_entropy_that_recovers_starts_anew() -> None:
-    """Requirement 8: N rounds *running*; two bad ones, a healthy one and two bad ones are not."""
+    """A healthy round between two bad pairs resets the count."""
     assert look(AnomalyDetector(), [COLLAPSED, COLLAPSED, QUIET, COLLAPSED, COLLAPSED]) == []
 
 
+@pytest.mark.requirement(8)
 def test_a_head_without_a_choice_changes_nothing() -> None:
-    """Requirement 8: a round that gave the head no choice neither counts nor interrupts."""
+    """A round without a choice for the head neither counts nor resets the count."""
     unused = metrics_with_head("slot", entropy=None)
     assert look(AnomalyDetector(), [COLLAPSED, COLLAPSED, unused, unused, COLLAPSED]) == [
         (4, "entropy_collapse", "slot", "warning")
     ]
 
 
+@pytest.mark.requirement(8)
 def test_entropy_limits_are_respected() -> None:
-    """Requirement 8: for all heads, and for one."""
+    """The limit can be set for all heads and for one."""
     lower = AlarmLimits(entropy=0.005, entropy_patience=1)
     assert look(AnomalyDetector(lower), [COLLAPSED]) == []
     own = AlarmLimits(entropy_by_head=(("slot", 0.005), ("op", 0.999)), entropy_patience=1)
     assert look(AnomalyDetector(own), [COLLAPSED]) == [(0, "entropy_collapse", "op", "warning")]
 
 
+@pytest.mark.requirement(8)
 def test_exploration_does_not_hide_a_collapse() -> None:
-    """Requirement 8: with ε = 0.1 the mixture of a head that always chooses alike has an entropy of at least 0.1."""
+    """With ε = 0.1, even a collapsed head's mixture has an entropy of at least 0.1."""
     hidden = replace(metrics_with_head("slot", entropy=0.115), epsilon=0.1)
     seen = look(AnomalyDetector(AlarmLimits(entropy_patience=1)), [hidden])
     assert seen == [(0, "entropy_collapse", "slot", "warning")]
     assert look(AnomalyDetector(AlarmLimits(entropy_patience=1)), [replace(hidden, epsilon=0.0)]) == []
 
 
+@pytest.mark.requirement(9)
 @pytest.mark.parametrize("field", ["max_kl", "approx_kl"])
 def test_kl(field: str) -> None:
-    """Requirement 9: 0.2 is a spike, 0.6 is extreme and nothing else; each at once."""
+    """A KL of 0.2 is a spike and 0.6 is extreme, each at once and without another alarm."""
     assert look(AnomalyDetector(), [metrics_with(**{field: 0.2})]) == [(0, "kl_spike", "", "warning")]
     assert look(AnomalyDetector(), [metrics_with(**{field: 0.6})]) == [(0, "kl_extreme", "", "critical")]
     assert look(AnomalyDetector(), [metrics_with(**{field: 0.14})]) == []
 
 
+@pytest.mark.requirement(9)
 def test_kl_gets_worse_and_better() -> None:
-    """Requirement 9: a spike that becomes extreme is a new alarm; the spike is over only when both are."""
+    """A spike that becomes extreme is a new alarm, and the spike ends only when both do."""
     kls = [0.2, 0.2, 0.6, 0.7, 0.2, 0.01, 0.01, 0.01, 0.01]
     assert look(AnomalyDetector(), [metrics_with(max_kl=kl, approx_kl=kl) for kl in kls]) == [
         (0, "kl_spike", "", "warning"),
@@ -116,8 +123,9 @@ def test_hysteresis_from_below() -> None:
     ]
 
 
+@pytest.mark.requirement(9)
 def test_a_kl_that_is_no_number() -> None:
-    """Requirement 9: whichever of the two it is, it is a numerical fault and nothing else."""
+    """A NaN in either KL is a numerical fault and nothing else."""
     for kls in ({"max_kl": math.nan, "approx_kl": 0.6}, {"max_kl": 0.6, "approx_kl": math.nan}):
         assert look(AnomalyDetector(), [metrics_with(**kls)]) == [(0, "numerical_fault", "", "critical")]
 
@@ -129,12 +137,12 @@ def test_calm_is_configured() -> None:
     assert [(number, severity) for number, _, _, severity in seen] == [(0, "warning"), (1, "info"), (2, "warning")]
 
 
+@pytest.mark.requirement(42)
 @pytest.mark.parametrize("before", [5, 8, 40])
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])
 @pytest.mark.parametrize("norm", [0.05, 2.0])
 def test_drift(norm: float, factor: float, before: int) -> None:
-    """Requirement 42: three times the usual norm, up or down, above the clip norm or below it, right after the warm-up
-    or late: three rounds running, with the same reading. Two such rounds are noise."""
+    """A norm three times larger or smaller raises an alarm in its third round; two rounds are noise."""
     usual, drifted = with_norm(norm), with_norm(norm * factor)
     assert look(AnomalyDetector(), [usual] * before + [drifted] * 2 + [usual] * 3) == []
     detector = AnomalyDetector()
@@ -144,17 +152,18 @@ def test_drift(norm: float, factor: float, before: int) -> None:
     assert alarm.value == pytest.approx(3 ** (0.95**2))
 
 
+@pytest.mark.requirement(42)
 @pytest.mark.parametrize(("factor", "burst"), [(2.0, 10.0), (1 / 2, 1 / 10)])
 def test_less_is_no_drift(factor: float, burst: float) -> None:
-    """Requirement 42: twice the usual norm, for as long as it lasts; ten times for one round."""
+    """Twice the usual norm for any time, or ten times for one round, raises nothing."""
     usual = with_norm(0.3)
     assert look(AnomalyDetector(), [usual] * 5 + [with_norm(0.3 * factor)] * 10) == []
     assert look(AnomalyDetector(), [usual] * 5 + [with_norm(0.3 * burst)] + [usual] * 9) == []
 
 
+@pytest.mark.requirement(42)
 def test_bursts_of_single_minibatches_are_no_drift() -> None:
-    """Requirement 42: the largest norms of a healthy run, and those of its heads' gradients. By the largest it would
-    have drifted."""
+    """In this healthy run only the largest norms would have counted as drift."""
     largest = [0.9, 1.42, 1.22, 0.65, 2.35, 1.41, 1.32, 1.78, 1.68, 4.68, 3.95, 7.22]
     largest += [6.76, 5.68, 4.0, 4.79, 5.49, 3.17, 3.15, 1.58, 3.17, 1.5, 3.13, 2.44]
     heads = [0.11, 0.37, 0.4, 0.26, 0.43, 0.5, 0.53, 0.53, 0.58, 0.87, 0.9, 1.23]
@@ -166,8 +175,9 @@ def test_bursts_of_single_minibatches_are_no_drift() -> None:
     }
 
 
+@pytest.mark.requirement(42)
 def test_a_policy_that_begins_to_earn_does_not_drift() -> None:
-    """Requirement 42: the healthy run whose norms rose most."""
+    """The norms of the healthy run in which they rose most raise no alarm."""
     norms = [0.16, 0.2, 0.39, 0.28, 0.12, 0.35, 0.26, 0.17, 0.17, 0.3, 0.31, 0.4]
     norms += [0.36, 0.53, 0.58, 0.68, 0.65, 0.62, 0.7, 0.75, 0.62, 0.62, 0.92, 1.01]
     assert look(AnomalyDetector(), [with_norm(norm) for norm in norms]) == []
@@ -175,9 +185,9 @@ def test_a_policy_that_begins_to_earn_does_not_drift() -> None:
     assert look(impatient, [with_norm(norm) for norm in norms]) != []
 
 
+@pytest.mark.requirement(20)
 def test_limits_of_gradients_are_in_units_of_their_clip_norm() -> None:
-    """Requirement 20: the detector reads the clip norm of the agent's own settings; with another one a norm that
-    exploded is ordinary, and an ordinary one has exploded."""
+    """Another clip norm in the agent's settings moves every limit with it."""
     for clip_norm, norm, kinds in ((0.5, 120.0, ["gradient_exploding"]), (5.0, 120.0, []), (5.0, 1200.0, None)):
         ppo = PPOConfig(clip_norm=clip_norm)
         detector = AnomalyDetector(ppo=ppo)
@@ -190,9 +200,9 @@ def test_limits_of_gradients_are_in_units_of_their_clip_norm() -> None:
         assert seen == kinds
 
 
+@pytest.mark.requirement(42)
 def test_drift_forgets_what_other_alarms_are_about() -> None:
-    """Requirement 42: after norms of 200 and 1e-4, of 0 and NaN, and rounds with a broken minibatch, ordinary ones are
-    ordinary."""
+    """After exploded, vanished, zero and NaN norms, ordinary ones are still ordinary."""
     usual, kinds = with_norm(2.0), {"gradient_exploding", "gradient_vanishing", "gradient_not_finite"}
     norms = (200.0, 200.0, 200.0, 1e-4, 0.0, math.nan)
     bursts = [with_norm(norm, pre_clip_grad_norm=norm) for norm in norms]
@@ -205,8 +215,9 @@ def test_drift_forgets_what_other_alarms_are_about() -> None:
     assert {severity for *_, severity in look(detector, [usual] * 5, 8 + len(bursts))} == {"info"}
 
 
+@pytest.mark.requirement(42)
 def test_drift_needs_a_past() -> None:
-    """Requirement 42: in the first rounds nothing is usual yet."""
+    """The first rounds raise no drift, because no usual norm exists yet."""
     norms = [1.0, 5.0, 5.0, 25.0, 25.0]
     assert look(AnomalyDetector(), [with_norm(norm) for norm in norms]) == []
 

@@ -91,9 +91,9 @@ def test_observations_without_padding() -> None:
     assert (second.count, second.mean, second.max) == (5, 5.0, 9.0)
 
 
+@pytest.mark.requirement(6)
 def test_several_passes_are_read_once() -> None:
-    """Requirement 6: as one is, whatever the number of minibatches; a part that had no gradient in some of them is
-    measured in the others."""
+    """Any number of minibatches takes one read; a part is measured wherever it has a gradient."""
     passes: list[dict[str, Tensor | None]] = [
         {"lstm.a": torch.tensor([3.0, 4.0]), "lstm.b": None, "critic.a": None},
         {"lstm.a": torch.tensor([0.0, 1.0]), "lstm.b": torch.tensor([2.0, 2.0]), "critic.a": None},
@@ -109,8 +109,9 @@ def test_several_passes_are_read_once() -> None:
     assert report.unmeasured == ("critic.a",)
 
 
+@pytest.mark.requirement(43)
 def test_the_worst_of_several_memories() -> None:
-    """Requirement 43: each figure's largest, faults added up; memories that nobody looked at do not count."""
+    """Each figure is the maximum and faults add up; unexamined states do not count."""
     calm, wild = torch.full((2, 4), 0.1), torch.full((2, 4), 0.99)
     broken = torch.tensor([[math.nan, 0.5, 0.5, 0.5]])
     worst = worst_health([compute_lstm_health((calm, calm)), None, compute_lstm_health((wild, wild * 20))])

@@ -36,9 +36,10 @@ def assert_close(found: GradientFigures | None, expected: GradientFigures) -> No
     assert (found.zero_share, found.size) == (expected.zero_share, expected.size)
 
 
+@pytest.mark.requirement(6)
 @pytest.mark.parametrize("rng_seed", range(5))
 def test_equals_a_naive_loop(rng_seed: int) -> None:
-    """Requirement 6: with NaN, infinities and zeros injected at random."""
+    """The report matches, with NaN, infinities and zeros injected at random."""
     generator = torch.Generator().manual_seed(rng_seed)
     named = {}
     for name in ("heads.op.weight", "heads.op.bias", "heads.slot.weight", "lstm.weight", "critic.weight"):
@@ -80,8 +81,9 @@ def test_no_gradient_is_not_zero() -> None:
     assert collect_gradients({}).modules == {}
 
 
+@pytest.mark.requirement(44)
 def test_gradients_on_two_devices() -> None:
-    """Requirement 44: gradients without values, on the meta device, are unmeasured; the others are measured."""
+    """Gradients on the meta device have no values and stay unmeasured; the others are measured."""
     meta = torch.ones(5, device="meta")
     report = collect_gradients({"lstm.a": torch.tensor([3.0, 4.0]), "lstm.b": meta, "critic.weight": meta})
     assert report.modules["lstm"] == GradientFigures(5.0, 4.0, 0, 0, 0.0, 2)
@@ -89,17 +91,19 @@ def test_gradients_on_two_devices() -> None:
     assert report.unmeasured == ("lstm.b", "critic.weight")
 
 
+@pytest.mark.requirement(44)
 @pytest.mark.gpu
 def test_gradients_on_cpu_and_cuda() -> None:
-    """Requirement 44: a module that is split between devices is one module."""
+    """A module split between devices is reported as one module."""
     named: dict[str, Tensor | None] = {"lstm.a": torch.tensor([3.0, 0.0]), "lstm.b": torch.tensor([-4.0, 0.0]).cuda()}
     report = collect_gradients(named)
     assert report.modules["lstm"] == GradientFigures(5.0, 4.0, 0, 0, 0.5, 4)
 
 
+@pytest.mark.requirement(6)
 @pytest.mark.gpu
 def test_one_copy_on_cuda() -> None:
-    """Requirement 6: counted by the driver."""
+    """The CUDA driver counts one copy."""
     named: dict[str, Tensor | None] = {f"layer{index}.weight": torch.randn(64, device="cuda") for index in range(8)}
     collect_gradients(named)
     with torch.profiler.profile(acc_events=True) as profiler:
@@ -108,8 +112,9 @@ def test_one_copy_on_cuda() -> None:
     assert len(copies) == 1
 
 
+@pytest.mark.requirement(6)
 def test_a_compiled_caller_is_not_broken() -> None:
-    """Requirement 6: measuring is part of the caller's graph, with no break and no data-dependent control."""
+    """Measuring becomes part of the caller's graph, without a break."""
 
     def step(weight: Tensor) -> dict[tuple[str, str], Tensor]:
         return measure_gradients({"lstm.weight": weight * 2, "critic.weight": weight - 1})
@@ -122,8 +127,9 @@ def test_a_compiled_caller_is_not_broken() -> None:
     assert compiled["lstm", "cpu"].tolist() == [20.0, 4.0, 1.0, 0.0, 1.0]
 
 
+@pytest.mark.requirement(6)
 def test_reading_is_excluded_from_compilation() -> None:
-    """Requirement 6: a caller that is compiled runs it as it is, and gets the report."""
+    """A compiled caller runs the read eagerly and gets the report."""
     seen = []
 
     def step(weight: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from esper.leyline.records import decode, encode
 from esper.simic.telemetry import DriftState, GradientEMATracker
 
 
+@pytest.mark.requirement(42)
 def test_by_hand() -> None:
-    """Requirement 42: drift is measured before the norm is taken in. Momentum 0.75: weights 1, 1/2, 1/3, 1/4, 1/4 …"""
+    """Drift is measured before the norm is added. Momentum 0.75: weights 1, 1/2, 1/3, 1/4, 1/4 …"""
     tracker = GradientEMATracker(momentum=0.75)
     assert tracker.mean is None
     assert tracker.observe(1.0) == 1.0
@@ -23,8 +24,9 @@ def test_by_hand() -> None:
     assert tracker.mean == pytest.approx(4.0)  # 2 · 16^(1/4)
 
 
+@pytest.mark.requirement(42)
 def test_threefold_norm() -> None:
-    """Requirement 42: three times the usual norm drifts by 3, and so does a third of it."""
+    """Three times the usual norm has a drift of 3, and so has a third of it."""
     for factor in (3.0, 1 / 3):
         tracker = GradientEMATracker()
         for _ in range(30):
@@ -32,9 +34,10 @@ def test_threefold_norm() -> None:
         assert tracker.observe(1.7 * factor) == pytest.approx(3.0)
 
 
+@pytest.mark.requirement(42)
 @pytest.mark.parametrize("age", [5, 6, 100])
 def test_doubtful_norms_hardly_move_a_young_mean(age: int) -> None:
-    """Requirement 42: a lasting factor of 3 reads 3.0, 2.84, 2.70 at any age; what is within the limit weighs 1/k."""
+    """A lasting factor of 3 reads 3.0, 2.84, 2.70 at any age; smaller factors weigh 1/k."""
     tracker = GradientEMATracker(momentum=0.95)
     for _ in range(age):
         tracker.observe(1.7)
@@ -69,8 +72,9 @@ def test_what_is_no_norm_is_refused(norm: float) -> None:
     assert tracker.state == DriftState(math.log(2.0), 1)
 
 
+@pytest.mark.requirement(42)
 def test_goes_on_from_its_state() -> None:
-    """Requirement 42: through JSON and back, the next drifts are the same to the bit."""
+    """After a round trip through JSON, the next drifts are bit-equal."""
     tracker = GradientEMATracker()
     for norm in (1.0, 2.5, 0.7, 3.1):
         tracker.observe(norm)

@@ -42,14 +42,16 @@ def test_a_unit_that_speaks_once_is_alive() -> None:
     assert health.dead_share == 0.5
 
 
+@pytest.mark.requirement(43)
 @pytest.mark.parametrize("nothing", [None, torch.zeros(0, 8), (torch.zeros(0, 8), torch.zeros(0, 8))])
 def test_nothing_has_no_health(nothing: Tensor | tuple[Tensor, Tensor] | None) -> None:
-    """Requirement 43: no memory, no figures; not zeros."""
+    """Without a hidden state there are no figures, not zeros."""
     assert compute_lstm_health(nothing) is None
 
 
+@pytest.mark.requirement(43)
 def test_not_finite_is_counted_and_hides_nothing() -> None:
-    """Requirement 43: faults of both parts are counted; the norms are those of the numbers beside them."""
+    """Faults in both parts are counted, and the norms cover the finite numbers."""
     hidden = torch.tensor([[torch.nan, 0.5], [torch.inf, -0.5]])
     cell = torch.tensor([[1.0, -torch.inf], [torch.nan, torch.nan]])
     health = compute_lstm_health((hidden, cell))
@@ -62,10 +64,11 @@ def test_not_finite_is_counted_and_hides_nothing() -> None:
     assert health.dead_share == 0.0
 
 
+@pytest.mark.requirement(43)
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_single_fault_is_found(fault: float, part: int) -> None:
-    """Requirement 43: wherever it is."""
+    """A single fault is found at any position."""
     hidden_state = torch.full((3, 4), 0.1), torch.full((3, 4), 0.1)
     hidden_state[part][1, 2] = fault
     health = compute_lstm_health(hidden_state)

@@ -17,15 +17,17 @@ CLIP = PPOConfig().clip_norm
 NAMES = {metric.name for metric in METRICS}
 
 
+@pytest.mark.requirement(31)
 def test_the_update_is_declared_field_by_field() -> None:
-    """Requirement 31: the catalogue has exactly the fields of an update and of its heads."""
+    """The catalogue has exactly the fields of an update and of its heads."""
     update = {f"ppo/{field.name}" for field in fields(PPOUpdateMetrics) if field.name != "heads"}
     heads = {f"ppo/<head>/{field.name}" for field in fields(HeadMetrics)}
     assert {name for name in NAMES if name.startswith("ppo/")} == update | heads
 
 
+@pytest.mark.requirement(31)
 def test_rewards_are_declared_part_by_part() -> None:
-    """Requirement 31: the parts of all families together, no more and no fewer."""
+    """The catalogue has exactly the parts of all reward families."""
     step = play(lambda host: Move(), 1)[0]
     parts = {
         f"reward/{part}"

@@ -68,8 +68,9 @@ def test_cpu_time() -> None:
     assert total.cpu_s < 0.01
 
 
+@pytest.mark.requirement(34)
 def test_off_costs_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 34: switched off, no clock is looked at and nothing is made."""
+    """When switched off, it reads no clock and creates nothing."""
 
     def refuse() -> int:
         raise AssertionError("looked at a clock")
@@ -92,8 +93,9 @@ def test_names(name: str) -> None:
         Spans()(name)
 
 
+@pytest.mark.requirement(34, 35)
 def test_trace_on_the_cpu(tmp_path: Path) -> None:
-    """Requirement 34, requirement 35: operators of what ran inside, in the file that was asked for."""
+    """The requested file contains the operators that ran."""
     path = tmp_path / "traces" / "round-3.json"
     with operator_trace(path) as file:
         torch.ones(8, 8) @ torch.ones(8, 8)
@@ -103,8 +105,9 @@ def test_trace_on_the_cpu(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.json")) == [path]
 
 
+@pytest.mark.requirement(34)
 def test_trace_after_an_error(tmp_path: Path) -> None:
-    """Requirement 34: it is what went wrong that one wants to see; the error goes on."""
+    """The trace is written although the code failed, and the error propagates."""
     path = tmp_path / "trace.json"
     with pytest.raises(KeyError), operator_trace(path):
         torch.ones(8, 8) @ torch.ones(8, 8)
@@ -112,9 +115,10 @@ def test_trace_after_an_error(tmp_path: Path) -> None:
     assert "aten::mm" in path.read_text()
 
 
+@pytest.mark.requirement(34)
 @pytest.mark.parametrize("device", ["meta", "mps", "xpu"])
 def test_trace_of_an_unsupported_device(device: str, tmp_path: Path) -> None:
-    """Requirement 34: says which devices can be traced, before anything runs, and writes nothing."""
+    """The error lists the supported devices before anything runs, and no file is written."""
     with (
         pytest.raises(UnknownNameError, match=f"'{device}'; allowed: cpu, cuda"),
         operator_trace(tmp_path / "t.json", device),
@@ -123,9 +127,10 @@ def test_trace_of_an_unsupported_device(device: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.requirement(34)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_trace_without_the_device(tmp_path: Path) -> None:
-    """Requirement 34: CUDA can be traced, but not here: says so, and what to do."""
+    """On a machine without CUDA, the error says so and names the remedy."""
     with (
         pytest.raises(BadValueError, match="no CUDA device or no CUPTI; trace on 'cpu' instead"),
         operator_trace(tmp_path / "t.json", "cuda"),
@@ -133,9 +138,10 @@ def test_trace_without_the_device(tmp_path: Path) -> None:
         raise AssertionError("ran")
 
 
+@pytest.mark.requirement(34)
 @pytest.mark.gpu
 def test_trace_on_cuda(tmp_path: Path) -> None:
-    """Requirement 34: kernels are in it."""
+    """The trace contains kernels."""
     path = tmp_path / "trace.json"
     with operator_trace(path, "cuda"):
         torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
@@ -143,8 +149,9 @@ def test_trace_on_cuda(tmp_path: Path) -> None:
     assert any(event.get("cat") == "kernel" for event in events)
 
 
+@pytest.mark.requirement(35)
 def test_trace_paths(tmp_path: Path) -> None:
-    """Requirement 35: a path that cannot be written is refused before anything runs."""
+    """A path that cannot be written is refused before anything runs."""
     (tmp_path / "file").write_text("")
     for path, words in ((tmp_path / "file" / "t.json", "cannot be written"), (tmp_path / "t.txt", "must end in .json")):
         with pytest.raises(BadValueError, match=words), operator_trace(path):

@@ -11,8 +11,9 @@ from esper.simic.telemetry import Offender, RatioExplosionDiagnostic, RatioLimit
 HEADS = ("op", "slot")
 
 
+@pytest.mark.requirement(41)
 def test_counts_and_worst_by_hand() -> None:
-    """Requirement 41: |ln 20| = 3.0, |ln 0.01| = 4.6 and |ln 6| = 1.8 order the list."""
+    """|ln 20| = 3.0, |ln 0.01| = 4.6 and |ln 6| = 1.8 give the order of the list."""
     ratios = torch.ones(2, 3, 2)
     ratios[0, 1, 0], ratios[1, 2, 1], ratios[1, 0, 0] = 20.0, 0.01, 6.0
     actions = torch.arange(12).view(2, 3, 2)
@@ -38,17 +39,19 @@ def test_limits_are_respected() -> None:
     assert {offender.step for offender in report.worst} == {2, 3}
 
 
+@pytest.mark.requirement(41)
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)])
 def test_empty(shape: tuple[int, int]) -> None:
-    """Requirement 41: a round without steps has nothing to report."""
+    """A round without steps has nothing to report."""
     report = RatioExplosionDiagnostic()(torch.ones(shape), actions=torch.zeros((*shape, 3), dtype=torch.long))
     assert report.offenders == 0
     assert report.examined == {"joint": 0}
     assert report.worst == ()
 
 
+@pytest.mark.requirement(41)
 def test_all_masked() -> None:
-    """Requirement 41: steps that did not decide are not looked at, whatever stands there."""
+    """Steps that decided nothing are ignored, whatever their values."""
     ratios = torch.full((2, 2), torch.nan)
     assert RatioExplosionDiagnostic()(ratios, torch.zeros(2, 2, dtype=torch.bool)).offenders == 0
 
@@ -62,8 +65,9 @@ def test_mask_keeps_what_counts() -> None:
     assert report.examined == {"joint": 1}
 
 
+@pytest.mark.requirement(41)
 def test_not_finite() -> None:
-    """Requirement 41: NaN and infinity come first; infinity has exploded, 0 has vanished."""
+    """NaN and infinity come first; infinity counts as exploded, 0 as vanished."""
     ratios = torch.tensor([[30.0, torch.nan], [torch.inf, 0.0]])
     report = RatioExplosionDiagnostic()(ratios)
     assert (report.exploded, report.vanished, report.not_a_number) == ({"joint": 2}, {"joint": 1}, {"joint": 1})
@@ -71,9 +75,10 @@ def test_not_finite() -> None:
     assert math.isnan(report.worst[0].ratio)
 
 
+@pytest.mark.requirement(41, 80)
 @pytest.mark.parametrize("cap", [0, 1, 7, 1000])
 def test_widespread_explosion_is_capped(cap: int) -> None:
-    """Requirement 41, requirement 80: the list ends at the cap, the counts do not, and the list holds the worst."""
+    """The list keeps the worst up to the cap, and the counts stay exact."""
     ratios = 10.0 + torch.rand(50, 12, 2, generator=torch.Generator().manual_seed(2))
     ratios[3, 4, 1] = 1.0
     report = RatioExplosionDiagnostic(RatioLimits(cap=cap))(ratios, heads=HEADS)

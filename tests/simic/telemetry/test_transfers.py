@@ -95,33 +95,36 @@ def column_report(place: Callable[[Tensor], Tensor]) -> object:
     return observation_statistics(place(damaged(6, 5, 3)), ["a", "b"], torch.tensor([0, 1, 1]), bound=1.0)
 
 
+@pytest.mark.requirement(6, 33, 80)
 @pytest.mark.parametrize(
     "report",
     [
-        pytest.param(ratio_report, id="requirement-80-ratios"),
-        pytest.param(gradient_report, id="requirement-6-gradients"),
-        pytest.param(lstm_report, id="requirement-33-lstm"),
+        pytest.param(ratio_report, id="ratios"),
+        pytest.param(gradient_report, id="gradients"),
+        pytest.param(lstm_report, id="lstm"),
         pytest.param(column_report, id="observations"),
     ],
 )
 def test_one_transfer(report: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
-    """Requirement 6, requirement 33, requirement 80: one read, and the same numbers as on the CPU."""
+    """Each report takes one read and equals the report on the CPU."""
     with watched_device() as watch:
         far = report(remote)
     assert watch.reads == ["_to_copy to cpu"]
     assert far == report(lambda tensor: tensor)
 
 
+@pytest.mark.requirement(6)
 def test_measuring_reads_nothing() -> None:
-    """Requirement 6: until somebody asks for the report, gradients cost no transfer at all."""
+    """Gradients cost no transfer until the report is requested."""
     with watched_device() as watch:
         figures = measure_gradients({"lstm.weight": remote(damaged(8)), "critic.weight": remote(damaged(8))})
     assert watch.reads == []
     assert len(figures) == 2
 
 
+@pytest.mark.requirement(44)
 def test_tensors_of_two_devices_are_read_once() -> None:
-    """Requirement 44: they meet on the accelerator, and one transfer brings them all."""
+    """Tensors are gathered on the accelerator and read in one transfer."""
     near = torch.tensor([1.0, 2.0])
     with watched_device() as watch:
         numbers = fetch(near, remote(torch.tensor([[3]])), remote(torch.tensor(4)))

@@ -80,8 +80,9 @@ def test_a_resumed_run_remembers_its_alarms(tmp_path: Path) -> None:
     assert not [alarm for alarm in again.alarms if alarm.kind == "kl_extreme"]
 
 
+@pytest.mark.requirement(20)
 def test_the_detector_reads_the_settings_of_the_agent(tmp_path: Path) -> None:
-    """Requirement 20: one object, also in a resumed run; another clip norm, other limits."""
+    """Both share one object, also after a resume; another clip norm changes the limits."""
     trainer = quick_trainer(tmp_path / "run", ppo=replace(quick_config().ppo, clip_norm=1e-3))
     trainer.detector = AnomalyDetector(ppo=trainer.agent.config)
     with trainer.folder:
@@ -94,8 +95,9 @@ def test_the_detector_reads_the_settings_of_the_agent(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.requirement(15)
 def test_suspicious_seeds_are_counted(tmp_path: Path) -> None:
-    """Requirement 15: every measured seed that acts is judged in every step; honest growth raises nothing."""
+    """Every measured, acting seed is judged in every step, and honest growth raises nothing."""
     trainer = quick_trainer(tmp_path / "run")
     with trainer.folder:
         [record] = trainer.run_round()
@@ -118,6 +120,7 @@ def test_memories_of_all_tasks_are_watched(tmp_path: Path) -> None:
     assert facts.episodes == 4
 
 
+@pytest.mark.requirement(15)
 @pytest.mark.parametrize(
     ("contribution", "gain", "kind", "suspicion", "severity"),
     [
@@ -134,8 +137,7 @@ def test_suspicious_seeds_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requirement 15: through the real step, also in a fleet of two growing hosts: an event for every seed at its first
-    step with that suspicion, and an alarm that names the worst."""
+    """In the real loop, each seed's first suspicious step gives an event, and the alarm names the worst."""
     trainer = quick_trainer(tmp_path / "run")
     claim(contribution, gain)(trainer, monkeypatch)
     with trainer.folder:
@@ -158,8 +160,9 @@ def test_suspicious_seeds_are_named(
     assert f"the worst is env {named[0]['env']}, slot {named[0]['slot']}, step" in alarm.cause
 
 
+@pytest.mark.requirement(8)
 def test_limits_of_alarms_are_settings_of_a_run(tmp_path: Path) -> None:
-    """Requirement 8: another limit, another alarm; a resumed run has the same."""
+    """Another limit changes the alarms, and a resumed run keeps its limits."""
     limits = AlarmLimits(entropy_by_head=(("op", 0.999),), entropy_patience=1)
     trainer = quick_trainer(tmp_path / "run", alarms=limits)
     with trainer.folder:

@@ -81,10 +81,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.requirement(82)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over(run: Path, damage: str) -> None:
-    """The newest is damaged: it is named with the reason and set aside, and the run goes on from the one before it.
-    Nothing is executed (Requirement 82)."""
+    """The damaged checkpoint is named and set aside, never executed; the run resumes from the one before."""
     change, reason = DAMAGE[damage]
     change(checkpoint(run, 4))
     events = (run / "events.jsonl").read_bytes()

@@ -79,9 +79,9 @@ def test_an_alarm_switches_it_on_for_some_rounds(alarmed: Trainer) -> None:
     assert alarmed.detail.level is DetailLevel.NORMAL
 
 
+@pytest.mark.requirement(6, 41)
 def test_what_is_in_it(alarmed: Trainer) -> None:
-    """Requirement 41, requirement 6: gradients of every module before clipping, ratios, columns, memories; the totals
-    are those of the round's metrics."""
+    """It holds gradients before clipping, ratios, columns and hidden states; totals match the metrics."""
     event = details(alarmed.folder.path)[0]
     metrics = lines(alarmed.folder.path / "metrics.jsonl")[1]
     network = alarmed.agent.network
@@ -99,6 +99,7 @@ def test_what_is_in_it(alarmed: Trainer) -> None:
     assert event["lstm"]["digits_quick"]["nan"] == 0
 
 
+@pytest.mark.invariant(12)
 def test_nothing_depends_on_it(tmp_path: Path) -> None:
     """Bit for bit: metrics, other events, weights."""
     plain = run(quick_trainer(tmp_path / "plain"), 2)
@@ -154,9 +155,9 @@ def test_spans_are_in_the_metrics(alarmed: Trainer) -> None:
         assert spans["watch"] > 0
 
 
+@pytest.mark.requirement(34, 35)
 def test_one_round_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requirement 34, requirement 35: by the command's flag, where the flag says; the second round, with its spans and
-    operators; and the run is the one that it would have been."""
+    """The flag traces the second round into its file, and the run itself stays the same."""
     plain = run(Trainer(quick_config(3), tmp_path / "plain"), 3)
     part = Trainer(quick_config(3), tmp_path / "part")
     run(part, 1)
@@ -173,8 +174,9 @@ def test_one_round_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plain.round == 3
 
 
+@pytest.mark.requirement(34, 35)
 def test_a_trace_that_cannot_be_taken(tmp_path: Path) -> None:
-    """Requirement 34, requirement 35: says why before anything runs, and leaves no run behind."""
+    """The error gives the reason before anything runs, and no run folder is left."""
     (tmp_path / "file").write_text("")
     with pytest.raises(BadValueError, match="cannot be written"):
         Trainer(quick_config(), tmp_path / "run", profile=tmp_path / "file" / "traces")

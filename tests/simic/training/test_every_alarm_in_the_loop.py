@@ -366,12 +366,12 @@ def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], fo
     assert (event["round"], event["severity"], event["cause"]) == (number, severity, alarm.cause)
 
 
+@pytest.mark.requirement(8, 9, 15)
 @pytest.mark.parametrize("provocation", PROVOCATIONS, ids=name_of)
 def test_alarm(
     provocation: Provocation, calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requirement 8, requirement 9, requirement 15: collapse of a head, KL and suspicious seeds, as all the others,
-    are events of the round in which they have lasted long enough, and of no other."""
+    """Each alarm is an event of the round in which its cause has lasted long enough, and of no other."""
     trainer = go_on(calm, tmp_path / "run", provocation.hosts)
     provocation.broken(trainer, monkeypatch)
     with trainer.folder:
@@ -387,9 +387,10 @@ def test_silence(calm: dict[int, Path], tmp_path: Path) -> None:
         assert run(trainer, 4) == dict.fromkeys(range(CALM, CALM + 4), ())
 
 
+@pytest.mark.requirement(42)
 @pytest.mark.parametrize("factor", [3.0, 1 / 3, 1.0], ids=["three times", "a third", "unchanged"])
 def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Requirement 42: gradients of three times their size, or of a third, are drift, right after the warm-up."""
+    """Gradients three times larger or smaller raise drift right after the warm-up."""
     trainer = go_on(calm, tmp_path / "run")
     stand_still(trainer, monkeypatch)
     warmup = trainer.detector.limits.drift_warmup
@@ -405,9 +406,9 @@ def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.Monkey
         assert sum(map(len, seen.values())) == 1
 
 
+@pytest.mark.requirement(41)
 def test_offenders_are_named(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirement 41: where the round is looked at closely, its log lists whose ratios exploded, worst first, with what
-    was done; and the alarm counts them."""
+    """A detailed round lists the exploded ratios with their actions, worst first; the alarm counts them."""
     trainer = go_on(calm, tmp_path / "run")
     trainer.detail = Detail(1, 1)
     jump_to_what_was_unlikely(trainer, monkeypatch)

@@ -53,8 +53,9 @@ def test_purposes_never_share_a_host() -> None:
     assert all(purpose_of(seed) == purpose for purpose, found in seeds.items() for seed in found)
 
 
+@pytest.mark.invariant(13)
 def test_draws_are_a_function_of_seed_round_and_env() -> None:
-    """Invariant 13: how many envs there are changes nothing for one of them."""
+    """The number of envs does not change the draws of any one env."""
     few, many = action_draws(1, 2, 3, 4, 2), action_draws(1, 2, 5, 4, 2)
     assert torch.equal(few, many[:, :3])
     assert not torch.equal(few, action_draws(1, 3, 3, 4, 2))
@@ -63,9 +64,10 @@ def test_draws_are_a_function_of_seed_round_and_env() -> None:
 # -- what is offered works --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(7)
 @pytest.mark.parametrize("preset", ["core", "full"])
 def test_every_action_that_masks_allow_succeeds(preset: str) -> None:
-    """Invariant 7: random legal actions never meet a refusal, and use every op of the preset."""
+    """Random legal actions are never refused, and they use every op of the preset."""
     runner = make_runner(preset=preset)
     used = set()
     for rng_seed in range(6):
@@ -82,8 +84,9 @@ def test_what_masks_forbid_is_refused() -> None:
         apply_action(runner.fleet, 0, [int(LifecycleOp.ADVANCE), 0, 0], runner.table, runner.slots)
 
 
+@pytest.mark.invariant(12)
 def test_who_waits_has_no_gain() -> None:
-    """Invariant 12: exactly."""
+    """The gain of a host that only waits is exactly 0."""
     runner = make_runner()
     _, _, results = play(runner, WaitPolicy(runner.table))
     assert all(float(result.gain.abs().max()) == 0 for result in results)
@@ -121,8 +124,9 @@ def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
 # -- what is seen -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant(10)
 def test_every_column_lives() -> None:
-    """Invariant 10: the observation is finite, of fixed size, and every column varies over random episodes."""
+    """The observation is finite, of fixed size, and every column varies over random episodes."""
     runner = make_runner(4, 3, preset="full")
     rows = []
     for rng_seed in range(6):
@@ -141,8 +145,9 @@ def test_every_column_lives() -> None:
     assert dead == ["last_succeeded"], "an action that is offered succeeds, unless the governor undoes it"
 
 
+@pytest.mark.requirement(95)
 def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
-    """Requirement 95, the buffer's half: the transition whose training panicked ends its segment with the penalty."""
+    """The transition whose training panicked ends its segment with the penalty."""
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
     collector = RoundCollector([runner], agent, RewardConfig(), rng_seed=4)
@@ -238,8 +243,9 @@ def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
             assert torch.allclose(record.rewards.sum(0), (record.objective - price).float(), atol=1e-3)
 
 
+@pytest.mark.requirement(1)
 def test_gamma_is_one_number() -> None:
-    """Requirement 1: before the first step."""
+    """A trainer with two gammas is refused before the first step."""
     with pytest.raises(GammaMismatchError, match=r"0\.995"):
         config(reward=RewardConfig(gamma=0.995))
 

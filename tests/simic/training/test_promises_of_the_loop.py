@@ -27,9 +27,9 @@ from esper.tolaria.data import ImageData, ImagePart
 # -- scales that stop moving ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(5)
 def test_the_statistics_of_observations_stand_still_after_their_share_of_rounds(tmp_path: Path) -> None:
-    """Requirement 5: until they freeze. Of four rounds the first two move them; from the third on, when half of the run
-    is done, they stay bit for bit what they were, though there is more to see."""
+    """Of four rounds the first two update them; from the third on they stay bit-equal."""
     ppo = replace(quick_config().ppo, freeze_after=0.5)
     trainer = quick_trainer(tmp_path / "run", rounds=4, ppo=ppo)
     statistics = trainer.agent.observations.statistics
@@ -75,10 +75,10 @@ def guessing_runner(classes: int) -> EpisodeRunner:
     return EpisodeRunner(fleet, groups, head_preset("core"))
 
 
+@pytest.mark.requirement(24)
 @pytest.mark.parametrize("classes", [2, 10, 100])
 def test_a_host_that_guesses_has_a_loss_of_one(classes: int) -> None:
-    """Requirement 24: losses are in units of the task's own random-guess loss, live and hardened, however many classes
-    it has."""
+    """Live and hardened losses are in units of the task's random-guess loss, for any number of classes."""
     runner = guessing_runner(classes)
     runner.begin([1, 2])
     for name, leaf in runner.fleet.host.weights.leaves.items():
@@ -124,10 +124,10 @@ def run_with_a_fault(policies: list[Remembering], runner: EpisodeRunner) -> None
     run_policy(runner, policy, list(range(runner.groups.count)), draws)
 
 
+@pytest.mark.requirement(95)
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_policy_begins_anew_after_a_panic(width: int) -> None:
-    """Requirement 95: in an evaluation too, alone or beside others, later steps are a new segment with fresh memory;
-    the other hosts are remembered."""
+    """In an evaluation too, later steps start with a fresh hidden state; the other hosts keep theirs."""
     runner = make_runner(2, 2)
     config = replace(growth_ppo(), steps=runner.fleet.task.steps)
     policies = [Remembering(PPOAgent(runner.table, runner.layout, config, rng_seed=seed)) for seed in range(width)]

@@ -48,9 +48,10 @@ def collector_of(slots: int) -> RoundCollector:
     return RoundCollector([runner], agent, RewardConfig(), rng_seed=0)
 
 
+@pytest.mark.requirement(72)
 @pytest.mark.parametrize("slots", range(1, 11))
 def test_a_full_round_with_any_number_of_slots(slots: int) -> None:
-    """Requirement 72: features, masks, heads and buffer follow the task's slots; a round is collected and learnt."""
+    """Features, masks, heads and buffer follow the task's slots through collection and update."""
     collector = collector_of(slots)
     (runner,), agent, buffer = collector.runners, collector.agent, collector.buffer
     names = runner.fleet.task.slot_ids
@@ -71,8 +72,9 @@ def test_a_full_round_with_any_number_of_slots(slots: int) -> None:
     assert metrics.behaviour_gap <= 1e-5
 
 
+@pytest.mark.requirement(72)
 def test_the_policy_is_the_same_whatever_the_slots() -> None:
-    """Requirement 72: no weight depends on how many there are, and none on which."""
+    """No weight depends on the number of slots or on their ids."""
     shapes = [
         {name: weight.shape for name, weight in collector_of(slots).agent.network.named_parameters()}
         for slots in (1, 4, 10)
@@ -80,8 +82,9 @@ def test_the_policy_is_the_same_whatever_the_slots() -> None:
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+@pytest.mark.requirement(72)
 def test_a_round_of_another_host_is_refused() -> None:
-    """Requirement 72: a buffer that does not match its policy says so, before anything is learnt."""
+    """A buffer that does not match its policy is refused before the update."""
     three, four = collector_of(3), collector_of(4)
     three.collect(0)
     before = [weight.clone() for weight in four.agent.network.parameters()]

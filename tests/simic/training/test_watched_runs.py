@@ -63,6 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(plain, watched, recorder, printed.getvalue())
 
 
+@pytest.mark.invariant(12)
 def test_sinks_change_nothing(runs: Runs) -> None:
     """Bit for bit: metrics, events, weights; only what depends on the clock differs, and what sinks lost is part of
     that."""
@@ -97,9 +98,10 @@ def test_what_sinks_lose_is_told(runs: Runs) -> None:
     assert sum(line.startswith("round ") for line in runs.printed.splitlines()) == ROUNDS
 
 
+@pytest.mark.requirement(31)
 @pytest.mark.parametrize("which", ["plain", "watched"])
 def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
-    """Requirement 31: every number of a round is in the catalogue, and what every round should have it has."""
+    """Every number of a round is in the catalogue, and every required one is emitted."""
     heads = runs.plain.agent.table.names
     always = [metric.name for metric in METRICS if metric.always]
     declared = {name.replace("<head>", head) for name in always for head in heads}
@@ -110,9 +112,10 @@ def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
         assert ("timing/hub/dropped" in emitted) == (which == "watched")
 
 
+@pytest.mark.requirement(9)
 @pytest.mark.parametrize("console", [True, False])
 def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path) -> None:
-    """Requirement 9: an extreme KL, in the real loop, whoever prints it."""
+    """An extreme KL in the real loop reaches the hub, with or without a console."""
     trainer, recorder = start(tmp_path / "run", SinkSettings(console=console)), Recorder()
     trainer.hub.close()
     trainer.hub = Hub([recorder, *([ConsoleSink()] if console else [])])
