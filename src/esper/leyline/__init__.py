@@ -41,14 +41,19 @@ from esper.leyline.outcomes import (
     objective,
     rent,
 )
-from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, slot_id
-from esper.leyline.stages import (
+from esper.leyline.slots import (
     ACTIVE_STAGES,
     COOLDOWN_STAGES,
     LIVE_STAGES,
+    TOPOLOGIES,
     TRANSITIONS,
+    BlueprintOffer,
     SeedStage,
+    SlotConfig,
+    SlotSpec,
+    Topology,
     can_transition,
+    slot_id,
 )
 
 DEFAULT_GAMMA = 1.0

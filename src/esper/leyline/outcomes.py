@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from esper.leyline.stages import SeedStage
+from esper.leyline.slots import SeedStage
 
 if TYPE_CHECKING:
     from torch import Tensor
