@@ -1,4 +1,4 @@
-"""What crosses the borders between subsystems: stages, ops and action heads, slots, signals, outcomes, errors."""
+"""Values that the other packages exchange: stages, ops and action heads, slots, signals, outcomes, errors."""
 
 from esper.leyline.actions import (
     ALPHA_CURVES,
@@ -57,7 +57,7 @@ from esper.leyline.slots import (
 )
 
 DEFAULT_GAMMA = 1.0
-"""Discount of rewards and of their shaping alike: with 1 the shaped reward sums to the objective itself."""
+"""Discount of rewards and of their shaping. With 1, the shaped rewards of an episode sum to the objective."""
 
 __all__ = [
     "ACTIVE_STAGES",

@@ -2,8 +2,9 @@
 
 New content is written to a work folder beside its target. Once it is on the disk it is renamed into place:
 
-    .checkpoint.esper-tmp/new    the new content
-    .checkpoint.esper-tmp/old    the folder that it replaces, for the moment between two renames
+    .checkpoint.esper-tmp/new     a new folder
+    .checkpoint.esper-tmp/old     the folder that it replaces, for the moment between two renames
+    .config.json.esper-tmp/file   a new file
 
 A killed process leaves its work folder behind. The next process that writes there removes it; if the target is missing,
 it first puts `old` back. A lock on the work folder shows whether its process is alive.
@@ -19,7 +20,7 @@ from pathlib import Path
 from esper.leyline.errors import BadValueError, StorageError
 from esper.storage.locks import acquire, release
 
-NEW, OLD, SUFFIX = "new", "old", ".esper-tmp"
+FILE, NEW, OLD, SUFFIX = "file", "new", "old", ".esper-tmp"
 
 
 @contextmanager
@@ -58,9 +59,9 @@ def replace_folder(folder: Path, write: Callable[[Path], None], names: Collectio
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file as a whole or not at all."""
     with storage_errors(path), _work_folder(path) as work:
-        (work / NEW).write_bytes(content.encode() if isinstance(content, str) else content)
-        sync_to_disk(work / NEW)
-        (work / NEW).replace(path)
+        (work / FILE).write_bytes(content.encode() if isinstance(content, str) else content)
+        sync_to_disk(work / FILE)
+        (work / FILE).replace(path)
         sync_to_disk(path.parent)
 
 
@@ -97,11 +98,8 @@ def _work_folder(target: Path) -> Iterator[Path]:
     lock = _lock_work_folder(work)
     try:
         _put_back(work)
-        for path in work.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        for name in (NEW, OLD):
+            shutil.rmtree(work / name, ignore_errors=True)
         yield work
     finally:
         _remove(work, lock)
@@ -141,9 +139,10 @@ def is_leftover(path: Path) -> bool:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove the work folders that killed processes left in a folder. Those in use stay."""
-    for work in filter(is_leftover, parent.iterdir() if parent.is_dir() else ()):
-        with suppress(FileNotFoundError, BadValueError):  # removed meanwhile, or in use
-            _remove(work, acquire(work))
+    with storage_errors(parent):
+        for work in filter(is_leftover, parent.iterdir() if parent.is_dir() else ()):
+            with suppress(FileNotFoundError, BadValueError):  # removed meanwhile, or in use
+                _remove(work, acquire(work))
 
 
 @contextmanager

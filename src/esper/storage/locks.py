@@ -1,4 +1,4 @@
-"""Exclusive locks of files and folders. The system releases them when a process ends, however it ends."""
+"""Exclusive locks of files and folders. The system releases them when their process ends, even if it is killed."""
 
 import os
 from pathlib import Path

@@ -4,9 +4,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Self
 
 from esper.leyline.errors import BadValueError
 from esper.leyline.records import Json
@@ -14,26 +13,21 @@ from esper.storage.files import free_path, replace_file, storage_errors, sync_to
 from esper.storage.locks import acquire, release
 
 
-class JsonLines:
+class JsonLines(AbstractContextManager["JsonLines"]):
     """Appends objects to a file; `flush` brings them to the disk."""
 
     def __init__(self, path: Path, offset: int | None = None) -> None:
         """Open a file for appending. With `offset`, move what follows it to `<name>.tail-<offset>` first."""
         self.path = path
-        with storage_errors(path):
-            self._file = path.open("a", encoding="utf-8")
-            self._lock = -1
-            try:
-                self._lock = acquire(path)  # on its own handle: forked processes inherit the file, but no lock
-                if offset is not None:
-                    _truncate(path, offset)
-                    self._file.seek(0, os.SEEK_END)
-                self._digest = digest_of(path, self._file.tell())
-                sync_to_disk(path.parent)
-            except BaseException:
-                release(self._lock)
-                self._file.close()
-                raise
+        with storage_errors(path), ExitStack() as opened:
+            self._file = opened.enter_context(path.open("a", encoding="utf-8"))
+            opened.callback(release, acquire(path))  # on its own handle: forked processes inherit the file, but no lock
+            if offset is not None:
+                _truncate(path, offset)
+                self._file.seek(0, os.SEEK_END)
+            self._digest = digest_of(path, self._file.tell())
+            sync_to_disk(path.parent)
+            self._opened = opened.pop_all()
 
     def write(self, **fields: Json) -> None:
         """Append one object."""
@@ -62,12 +56,8 @@ class JsonLines:
         try:
             self.flush()
         finally:
-            release(self._lock)
             with suppress(OSError):  # raised by `flush` already
-                self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
+                self._opened.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -42,7 +42,7 @@ class Series:
 
     def require_newest(self, number: int) -> None:
         """Refuse a number below the newest: its folder would be removed at once, or never be read."""
-        self._remove_leftovers()
+        remove_leftovers(self.folder)
         newest = max(self.numbers(), default=number)
         if number < newest:
             raise BadValueError(
@@ -61,7 +61,7 @@ class Series:
         Renames each folder that it refuses (CheckpointError) to `refused-<name>`, and reports it. If it refuses all of
         them, raises CheckpointError and renames nothing.
         """
-        self._remove_leftovers()
+        remove_leftovers(self.folder)
         refused: dict[Path, CheckpointError] = {}
         for number in reversed(self.numbers()):
             path = self.path_of(number)
@@ -80,10 +80,6 @@ class Series:
             reasons = "; ".join(f"{path.name}: {error}" for path, error in refused.items())
             raise CheckpointError(
                 f"none of the checkpoints in {self.folder} can be used ({reasons}); "
-                "restore the original files, or start again in another folder"
+                "restore the original files, or begin anew in another folder"
             )
         return None
-
-    def _remove_leftovers(self) -> None:
-        with storage_errors(self.folder):
-            remove_leftovers(self.folder)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, EsperError, StorageError
-from esper.leyline.records import Json, decode, encode
+from esper.leyline.records import Json, encode
 from esper.storage.files import existing_folder, replace_folder, sync_to_disk
 
 OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})
@@ -39,14 +39,6 @@ class StoredFormat:
     """File name of the JSON"""
     weights: str
     """File name of the tensors"""
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Size and digest of the weights file."""
-
-    size: int
-    sha256: str
 
 
 @contextmanager
@@ -71,8 +63,7 @@ def write_stored(folder: Path, kind: StoredFormat, content: Mapping[str, Json], 
     with checkpoint_errors("the weights cannot be stored"):
         raw = safetensors.torch.save(_storable(tensors))  # hashed in memory, so that the digest proves the disk
         safetensors.torch.load(raw)  # safetensors writes dtypes and names that it does not read
-    weights = encode(StoredWeights(len(raw), _digest(raw)))
-    document = {"format": kind.name, "version": kind.version, **plain, "weights": weights}
+    document = {"format": kind.name, "version": kind.version, **plain, "weights": _record(raw)}
     text = json.dumps(document | {"checksum": checksum(document)}, indent=1, allow_nan=False)
 
     def write(new: Path) -> None:
@@ -99,26 +90,25 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _record(raw: bytes) -> dict[str, Json]:
+    return {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
 
 def checksum(content: Mapping[str, Json]) -> str:
     """Digest of the content, independent of formatting."""
-    return _digest(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def read_stored(folder: Path, kind: StoredFormat) -> tuple[dict[str, Json], dict[str, Tensor]]:
     """The content and the tensors as written, or CheckpointError. Executes nothing from the folder."""
     folder = existing_folder(folder)
     path, document = folder / kind.weights, _read_document(folder, kind)
-    with checkpoint_errors(str(folder / kind.document)):
-        record: StoredWeights = decode(StoredWeights, document["weights"], "weights")
-    raw = _read_file(path, kind)
-    if len(raw) != record.size:
-        raise CheckpointError(f"{path} is truncated or was replaced: {len(raw)} bytes, {record.size} were written")
-    if _digest(raw) != record.sha256:
-        raise CheckpointError(f"{path} was changed: its sha256 is {_digest(raw)}, written was {record.sha256}")
+    raw, written = _read_file(path, kind), document["weights"]
+    if written != (actual := _record(raw)):
+        raise CheckpointError(
+            f"{path} was changed, is truncated or was replaced: it has {actual}, written was {written}"
+        )
     with checkpoint_errors(f"{path} is no safetensors file"):
         loaded = safetensors.torch.load(raw)
         # Cloned, because loaded tensors are views of the file's buffer.
