@@ -70,14 +70,14 @@ class Series:
             except CheckpointError as error:
                 refused[path] = error
                 continue
-            for bad, error in refused.items():
+            for bad, reason in refused.items():
                 with storage_errors(bad):
                     aside = bad.rename(free_path(bad.with_name(f"refused-{bad.name}")))
-                report(f"{bad.name} is not used: {error}. It is kept as {aside.name}; continuing from {path.name}")
+                report(f"{bad.name} is not used: {reason}. It is kept as {aside.name}; continuing from {path.name}")
             self.prune()
             return content
         if refused:
-            reasons = "; ".join(f"{path.name}: {error}" for path, error in refused.items())
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in refused.items())
             raise CheckpointError(
                 f"none of the checkpoints in {self.folder} can be used ({reasons}); "
                 "restore the original files, or begin anew in another folder"
