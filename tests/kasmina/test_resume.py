@@ -262,7 +262,7 @@ def test_a_step_below_the_newest_is_refused(tmp_path: Path) -> None:
         checkpoints.save(step, loop.model, loop.parts)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     for step in (1, 11):
-        with pytest.raises(BadValueError, match=rf"step {step} is below step 12, .*; go on from that one, remove"):
+        with pytest.raises(BadValueError, match=rf"step {step} is below step 12, .*; continue from that one, remove"):
             checkpoints.save(step, loop.model, loop.parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00010", "step-00011", "step-00012"]

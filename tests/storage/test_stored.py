@@ -256,7 +256,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "size of no kind": (lambda f: rewrite(f, weights={"size": "1", "sha256": ""}), "written was {'size': '1'"),
     "empty weights": (
         lambda f: spoil(f, "thing.safetensors", lambda raw: b""),
-        "truncated or was replaced: it has {'size': 0, ",
+        "truncated or was replaced: it has 0 bytes",
     ),
     "half weights": (lambda f: spoil(f, "thing.safetensors", lambda raw: raw[: len(raw) // 2]), "truncated"),
     "longer weights": (lambda f: spoil(f, "thing.safetensors", lambda raw: raw + b"\0"), "truncated or was replaced"),

@@ -107,7 +107,8 @@ def read_stored(folder: Path, kind: StoredFormat) -> tuple[dict[str, Json], dict
     raw, written = _read_file(path, kind), document["weights"]
     if written != (actual := _record(raw)):
         raise CheckpointError(
-            f"{path} was changed, is truncated or was replaced: it has {actual}, written was {written}"
+            f"{path} was changed, is truncated or was replaced: it has {len(raw)} bytes and its sha256 is "
+            f"{actual['sha256']}; written was {written}"
         )
     with checkpoint_errors(f"{path} is no safetensors file"):
         loaded = safetensors.torch.load(raw)
