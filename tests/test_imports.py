@@ -29,7 +29,7 @@ BELOW = {
     "integrations": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config"},
     "config": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
     "__main__": {"cli"},
-    "cli": {"", *("leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config", "integrations", "karn")},
+    "cli": {
         "",
         "leyline",
         "storage",
