@@ -184,7 +184,7 @@ def stand_still(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     set_ppo(trainer, rate=1e-5)
     collected = trainer.collector.collect
     patch.setattr(trainer.collector, "collect", lambda round_index: collected(0))
-    trainer.detector = AnomalyDetector(ppo=trainer.agent.config)
+    trainer.recorder.detector = AnomalyDetector(ppo=trainer.agent.config)
 
 
 def begin_with_infinity(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def run(trainer: Trainer, rounds: int) -> dict[int, tuple[Alarm, ...]]:
     seen = {}
     for _ in range(rounds):
         trainer.run_round()
-        seen[trainer.round - 1] = trainer.alarms
+        seen[trainer.round - 1] = trainer.recorder.alarms
     return seen
 
 
@@ -393,7 +393,7 @@ def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     """Gradients three times larger or smaller raise drift right after the warm-up."""
     trainer = go_on(calm, tmp_path / "run")
     stand_still(trainer, monkeypatch)
-    warmup = trainer.detector.limits.drift_warmup
+    warmup = trainer.recorder.detector.limits.drift_warmup
     first = CALM + warmup
     with trainer.folder:
         assert run(trainer, warmup) == dict.fromkeys(range(CALM, first), ())
@@ -410,7 +410,7 @@ def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.Monkey
 def test_offenders_are_named(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detailed round lists the exploded ratios with their actions, worst first; the alarm counts them."""
     trainer = go_on(calm, tmp_path / "run")
-    trainer.detail = Detail(1, 1)
+    trainer.recorder.detail = Detail(1, 1)
     jump_to_what_was_unlikely(trainer, monkeypatch)
     with trainer.folder:
         [alarms] = run(trainer, 1).values()
