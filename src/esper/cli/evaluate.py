@@ -16,11 +16,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from esper.leyline import BadValueError
+from esper.leyline import OTHER_RHOS, BadValueError
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import short_names
-from esper.simic.evaluation.results import OTHER_RHOS, Result
+from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import CLAIM_SEEDS, Claim
 from esper.simic.evaluation.workers import EvaluationConfig
 from esper.simic.training.run_folder import git_hash

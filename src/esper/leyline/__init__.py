@@ -30,13 +30,16 @@ from esper.leyline.errors import (
 )
 from esper.leyline.numbers import derive_seed
 from esper.leyline.outcomes import (
-    EpisodeOutcome,
+    OTHER_RHOS,
+    RHO,
     GateResult,
     HostSignals,
     Measurement,
     SeedReport,
     StageChange,
     mean_of,
+    objective,
+    rent,
 )
 from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, slot_id
 from esper.leyline.stages import (
@@ -61,7 +64,9 @@ __all__ = [
     "HEAD_NAMES",
     "HEAD_PRESETS",
     "LIVE_STAGES",
+    "OTHER_RHOS",
     "RELEVANCE",
+    "RHO",
     "TOPOLOGIES",
     "TRANSITIONS",
     "BadValueError",
@@ -69,7 +74,6 @@ __all__ = [
     "BlueprintOffer",
     "CheckpointError",
     "DataError",
-    "EpisodeOutcome",
     "EsperError",
     "FleetMemoryError",
     "GateRefusedError",
@@ -95,6 +99,8 @@ __all__ = [
     "derive_seed",
     "head_preset",
     "mean_of",
+    "objective",
     "relevance",
+    "rent",
     "slot_id",
 ]

@@ -2,9 +2,30 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from esper.leyline.stages import SeedStage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RHO = 2.0
+"""Rent in points per doubling of the host"""
+OTHER_RHOS = (1.0, 4.0)
+"""Other rents at which an evaluation scores its hosts, to show whether a ranking depends on the price"""
+
+Number = TypeVar("Number", float, "Tensor")
+
+
+def rent(added: Number, host: Number | float, rho: float = RHO) -> Number:
+    """ρ · log2(1 + added parameters / host parameters), in points."""
+    growth = 1 + added / host
+    return rho * (math.log2(growth) if isinstance(growth, float) else growth.log2())
+
+
+def objective(gain: Number, added: Number, host: Number | float, rho: float = RHO) -> Number:
+    """Gain minus rent, in points."""
+    return gain - rent(added, host, rho)
 
 
 class Measurement(NamedTuple):
@@ -45,29 +66,6 @@ class StageChange:
     target: SeedStage
     cause: str
     """The verb or timer behind it: germinate, advance, tick, prune …"""
-
-
-@dataclass(frozen=True)
-class EpisodeOutcome:
-    """How an episode ended: the hardened host against its control, on the same images."""
-
-    accuracy: float
-    control_accuracy: float
-    added_parameters: int
-    host_parameters: int
-
-    @property
-    def gain(self) -> float:
-        """Points over the control."""
-        return self.accuracy - self.control_accuracy
-
-    def rent(self, points_per_doubling: float = 2.0) -> float:
-        """ρ · log2(1 + grown parameters / host parameters), in points."""
-        return points_per_doubling * math.log2(1 + self.added_parameters / self.host_parameters)
-
-    def objective(self, points_per_doubling: float = 2.0) -> float:
-        """Gain minus rent."""
-        return self.gain - self.rent(points_per_doubling)
 
 
 @dataclass(frozen=True)

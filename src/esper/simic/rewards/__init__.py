@@ -18,7 +18,6 @@ from esper.simic.rewards.potentials import (
     is_measured,
     potential,
     relative_loss,
-    rent,
 )
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "leave_one_out",
     "potential",
     "relative_loss",
-    "rent",
     "sampled_shapley",
     "shapley",
 ]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from esper.leyline import DEFAULT_GAMMA, BadValueError, EsperError, LifecycleOp, UnknownNameError
+from esper.leyline import DEFAULT_GAMMA, RHO, BadValueError, EsperError, LifecycleOp, UnknownNameError
 from esper.leyline.numbers import require_positive, require_share, require_whole
 
 Family = Literal["paired", "shaped", "simplified", "sparse", "minimal", "loss"]
@@ -47,7 +47,7 @@ class RewardConfig:
     family: Family = "paired"
     gamma: float = DEFAULT_GAMMA
     """Discount of the shaping; must be the trainer's."""
-    rho: float = 2.0
+    rho: float = RHO
     """Rent: points per doubling of the host."""
     commit_price: float = 0.0
     """Points that a host's first commit costs in `paired`, beside its rent; its second costs twice that, and so on. The

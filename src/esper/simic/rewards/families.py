@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from esper.leyline import LifecycleOp, SeedStage
+from esper.leyline import LifecycleOp, SeedStage, rent
 from esper.simic.rewards import costs
 from esper.simic.rewards.config import RewardConfig
 from esper.simic.rewards.potentials import (
@@ -28,7 +28,6 @@ from esper.simic.rewards.potentials import (
     RewardInputs,
     carried,
     credit,
-    rent,
     shaping,
     stage_potential,
     unexplained,
@@ -162,14 +161,14 @@ def _chance_gain(inputs: RewardInputs) -> Tensor:
 
 
 def _acting_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:
-    return rent(inputs.acting_parameters, inputs.host_parameters, config.rho)
+    return rent(inputs.acting_parameters.double(), inputs.host_parameters.double(), config.rho)
 
 
 def _fossil_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:
-    return rent(inputs.fossil_parameters, inputs.host_parameters, config.rho)
+    return rent(inputs.fossil_parameters.double(), inputs.host_parameters.double(), config.rho)
 
 
 def _panic_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:
     """Never less than that of the fossils, which an episode that ends at chance would pay."""
     owed = torch.maximum(inputs.acting_parameters, inputs.fossil_parameters)
-    return rent(owed, inputs.host_parameters, config.rho)
+    return rent(owed.double(), inputs.host_parameters.double(), config.rho)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, SeedStage
+from esper.leyline import BadValueError, SeedStage, objective
 from esper.tamiyo.signals import Measured, SlotView
 
 SHAPING = "shaping"
@@ -104,11 +104,6 @@ STAGE_POTENTIALS: dict[SeedStage, float] = {
 }
 
 
-def rent(parameters: Tensor, host_parameters: Tensor, rho: float) -> Tensor:
-    """ρ · log2(1 + parameters / host's), in points."""
-    return rho * torch.log2(1 + parameters.double() / host_parameters.double())
-
-
 def relative_loss(loss: Tensor, random_guess_loss: float) -> Tensor:
     """A loss in units of the task's random-guess loss: 1 is guessing, for any task."""
     if not random_guess_loss > 0:
@@ -118,7 +113,7 @@ def relative_loss(loss: Tensor, random_guess_loss: float) -> Tensor:
 
 def potential(gain: Tensor, acting_parameters: Tensor, host_parameters: Tensor, rho: float) -> Tensor:
     """Live gain − rent of all seeds with alpha > 0, (N,)."""
-    return gain.double() - rent(acting_parameters, host_parameters, rho)
+    return objective(gain.double(), acting_parameters.double(), host_parameters.double(), rho)
 
 
 def shaping(before: Tensor, after: Tensor, ends: Tensor, gamma: float) -> Tensor:

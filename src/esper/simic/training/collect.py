@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, SlotConfig, derive_seed
+from esper.leyline import BadValueError, SlotConfig, derive_seed, objective
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
-from esper.simic.evaluation.results import RHO
 from esper.simic.rewards import (
     Finding,
     RewardConfig,
@@ -226,13 +225,12 @@ class _Rollout:
         buffer.observations[rows, : task.steps] = normalised.transpose(0, 1)
         with self.spans("watch"):
             suspect_counts, suspects = find_suspects(results, self.collector.reward, runner.slots.slot_ids)
-        rent = RHO * torch.log2(1 + last.fossil_parameters / task.host_parameters)
         return RoundRecord(
             task=task.name,
             slots=runner.slots,
             heads=runner.table.names,
             first_env=self.rows.start,
-            objective=last.hardened_gain - rent,
+            objective=objective(last.hardened_gain, last.fossil_parameters, task.host_parameters),
             gain=last.hardened_gain,
             accuracy=last.hardened_accuracy,
             added_parameters=last.fossil_parameters,
