@@ -71,7 +71,6 @@ class RoundRecord(NamedTuple):
     """(n,): of the hardened hosts, percent"""
     added_parameters: Tensor
     """(n,): of the fossils"""
-    panics: int
     features: Tensor
     """(steps, n, size): observations, not normalised; the critic's columns with their final values"""
     actions: Tensor
@@ -94,6 +93,11 @@ class RoundRecord(NamedTuple):
     """(step, change)"""
     symptoms: list[tuple[int, int, list[str]]]
     """(step, env, symptoms) of every panic"""
+
+    @property
+    def panics(self) -> int:
+        """Number of panics."""
+        return len(self.symptoms)
 
 
 def action_draws(
@@ -234,7 +238,6 @@ class _Rollout:
             gain=last.hardened_gain,
             accuracy=last.hardened_accuracy,
             added_parameters=last.fossil_parameters,
-            panics=sum(int(result.panics.sum()) for result in results),
             features=features,
             actions=buffer.actions[rows, : task.steps].transpose(0, 1).clone(),
             rewards=buffer.rewards[rows, : task.steps].T.clone(),

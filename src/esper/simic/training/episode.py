@@ -1,6 +1,6 @@
 """One episode of a fleet in groups: actions, training, measurement, and the loop over its steps."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from esper.leyline import (
 )
 from esper.simic.telemetry import Spans
 from esper.simic.training.hosts import Groups
-from esper.simic.training.observe import Observer, accuracy_of, first_actions, loss_of
+from esper.simic.training.observe import Observer, accuracy_of, loss_of
 from esper.tamiyo import ActionTable, growth_table
 from esper.tamiyo.features import growth_layout, signals_to_features
 from esper.tamiyo.policy import PolicyView, growth_masks
@@ -44,27 +44,30 @@ def values_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, name
     return slots.blueprint_names if head.choices == "blueprints" else head.choices
 
 
-def apply_action(fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig) -> LifecycleOp:
-    """Carry out one action, an index per head; a head that the table lacks has its placeholder."""
+def apply_action(
+    fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig
+) -> StageChange | None:
+    """Carry out one action, an index per head. A head that the table lacks has its placeholder; WAIT returns None."""
     indices = dict(zip(table.names, action, strict=True))
     chosen = {head.name: values_of(head, slots)[indices.get(head.name, head.placeholder)] for head in HEADS}
-    op, slot_id, target = LifecycleOp(chosen["op"]), chosen["slot"], chosen["alpha_target"]
+    slot_id, target = chosen["slot"], chosen["alpha_target"]
     ramp = {"steps": chosen["alpha_speed"], "curve": chosen["alpha_curve"]}
     try:
-        if op is LifecycleOp.GERMINATE:
-            style, tempo = chosen["blend"], chosen["tempo"]
-            fleet.germinate(env, slot_id, chosen["blueprint"], style=style, tempo=tempo, alpha_target=target)
-        elif op is LifecycleOp.ADVANCE:
-            fleet.advance(env, slot_id)
-        elif op is LifecycleOp.FOSSILIZE:
-            fleet.fossilize(env, slot_id)
-        elif op is LifecycleOp.PRUNE:
-            fleet.prune(env, slot_id, **ramp)
-        elif op is LifecycleOp.SET_ALPHA_TARGET:
-            fleet.set_alpha_target(env, slot_id, target, **ramp)
+        match op := LifecycleOp(chosen["op"]):
+            case LifecycleOp.GERMINATE:
+                style, tempo = chosen["blend"], chosen["tempo"]
+                return fleet.germinate(env, slot_id, chosen["blueprint"], style=style, tempo=tempo, alpha_target=target)
+            case LifecycleOp.ADVANCE:
+                return fleet.advance(env, slot_id)
+            case LifecycleOp.FOSSILIZE:
+                return fleet.fossilize(env, slot_id)
+            case LifecycleOp.PRUNE:
+                return fleet.prune(env, slot_id, **ramp)
+            case LifecycleOp.SET_ALPHA_TARGET:
+                return fleet.set_alpha_target(env, slot_id, target, **ramp)
     except EsperError as error:
         raise IllegalActionError(f"env {env}: {op.name} in {slot_id} was offered but refused: {error}") from error
-    return op
+    return None
 
 
 class SeedChange(NamedTuple):
@@ -144,7 +147,8 @@ class EpisodeRunner:
         self.observer.begin()
         self.comparison: FleetComparison = fleet.validate(deployed=False)
         self.sensing: Sensing = self.prober()
-        self._last_op, self._last_succeeded = first_actions(n, fleet.device)
+        self._last_op = torch.full((n,), int(LifecycleOp.WAIT), device=fleet.device)
+        self._last_succeeded = torch.ones(n, dtype=torch.bool, device=fleet.device)
         self.potential = torch.zeros(n, device=fleet.device)
         """Φ of every env, as the reward last set it."""
 
@@ -194,10 +198,13 @@ class EpisodeRunner:
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
         """Carry out the actions; returns the changes of stage. Host sync: one, for the actions."""
-        states, changes = self._states(), list[SeedChange]()
+        changes = []
         for row, (env, action) in enumerate(zip(self._envs, actions.tolist(), strict=True)):
-            op = apply_action(self.fleet, env, action, self.table, self.slots)
-            changes += self._changes(row, states[row], op.name.lower())
+            before = dict(self.fleet.states[env])
+            change = apply_action(self.fleet, env, action, self.table, self.slots)
+            if change is not None and change.source is not change.target:
+                after = self.fleet.states[env][change.slot_id]
+                changes.append(SeedChange(row, change, after.blueprint or before[change.slot_id].blueprint))
         self._last_op = actions[:, 0].to(self.fleet.device)
         return changes
 
@@ -214,7 +221,10 @@ class EpisodeRunner:
             if panic.env in self._rows
         }
         for row in symptoms:
-            changes += self._changes(row, states[row], "panic")
+            for slot_id, state in self.fleet.states[self._envs[row]].items():
+                if state.stage is not (stage := states[row][slot_id].stage):
+                    change = StageChange(slot_id, stage, state.stage, "panic")
+                    changes.append(SeedChange(row, change, state.blueprint))
         return symptoms
 
     def _restore_scores(self, env: int, earlier: FleetComparison) -> None:
@@ -225,15 +235,6 @@ class EpisodeRunner:
             for key in [key for key in new if key[0] == env]:
                 del new[key]
             new.update({key: value for key, value in old.items() if key[0] == env})
-
-    def _changes(self, row: int, before: Mapping[str, SeedState], cause: str) -> list[SeedChange]:
-        """Stage changes of a grown env since `before`."""
-        changes = []
-        for slot_id, state in self.fleet.states[self._envs[row]].items():
-            if state.stage is not (old := before[slot_id]).stage:
-                blueprint = state.blueprint if cause == "panic" else state.blueprint or old.blueprint
-                changes.append(SeedChange(row, StageChange(slot_id, old.stage, state.stage, cause), blueprint))
-        return changes
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:
         """Parameters of the seeds in these stages (n, slots)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
-from esper.leyline import LIVE_STAGES, LifecycleOp, SeedStage, SlotSpec
+from esper.leyline import LIVE_STAGES, SeedStage, SlotSpec
 from esper.simic.training.hosts import Groups
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
 from esper.tolaria import HostFleet
@@ -55,12 +55,7 @@ class Observer:
         self._best = np.full((n, len(self.fleet.slots)), np.nan)
 
     def look(
-        self,
-        found: FleetComparison,
-        sensing: Sensing,
-        potential: Tensor,
-        last_op: Tensor,
-        last_succeeded: Tensor,
+        self, found: FleetComparison, sensing: Sensing, potential: Tensor, last_op: Tensor, last_succeeded: Tensor
     ) -> TrainingSignals:
         """The signals of all grown envs after a step. Host sync: once, for accuracies and losses of all rows."""
         fleet, groups, task = self.fleet, self.groups, self.fleet.task
@@ -86,10 +81,7 @@ class Observer:
             last_succeeded=last_succeeded,
         )
         critic = CriticView(
-            potential,
-            control,
-            torch.zeros_like(control) if self._control is None else control - self._control,
-            control,
+            potential, control, torch.zeros_like(control) if self._control is None else control - self._control, control
         )
         self._accuracy, self._control = accuracy, control
         slots = self.slots(found, sensing)
@@ -186,12 +178,6 @@ def accuracy_of(rows: Sequence[RowScore]) -> Tensor:
 def loss_of(rows: Sequence[RowScore]) -> Tensor:
     """(rows,): mean cross-entropy, left on the device."""
     return torch.stack([row.losses for row in rows]).float().mean(1)
-
-
-def first_actions(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The last op and its success before anything was done."""
-    waited = torch.full((n,), int(LifecycleOp.WAIT), device=device)
-    return waited, torch.ones(n, dtype=torch.bool, device=device)
 
 
 def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:

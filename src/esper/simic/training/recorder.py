@@ -146,11 +146,7 @@ class Recorder:
         write_alarms(log, self.alarms)
 
     def write_metrics(
-        self,
-        round_index: int,
-        records: Sequence[RoundRecord],
-        update: PPOUpdateMetrics,
-        spans: Mapping[str, SpanTotal],
+        self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
     ) -> RoundMeasured:
         """Log the line of a round. What depends on the clock or the machine is under `timing`."""
         seconds = {name: round(total.wall_s, 6) for name, total in spans.items()}

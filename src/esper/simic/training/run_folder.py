@@ -154,12 +154,7 @@ class RunFolder:
     """One run on disk, locked for this process. Leaving it as a context manager closes its files and the lock."""
 
     def __init__(
-        self,
-        path: Path,
-        config: TrainConfig,
-        keep_checkpoints: int,
-        lock: ExitStack,
-        offsets: tuple[int, int] = (0, 0),
+        self, path: Path, config: TrainConfig, keep_checkpoints: int, lock: ExitStack, offsets: tuple[int, int] = (0, 0)
     ) -> None:
         """`lock` is the folder's; if this fails it stays with the caller. The logs are cut at the offsets."""
         self.path, self.config = path, config
