@@ -16,8 +16,8 @@ from esper.tamiyo import NetworkConfig
 from esper.tolaria import Task, get_task
 
 WAIT_BIAS = 1.0
-"""Initial bias of WAIT's logit. An untrained policy commits a seed in 32 % of its episodes with 1, in 21 % with 1.5 and
-in 1 % with 2.5 (72 episodes each); without commits there is nothing to learn from."""
+"""Initial bias of WAIT's logit. With 1, an untrained policy commits a seed in 32 % of its episodes; with 1.5 in 21 %,
+with 2.5 in 1 % (72 episodes each). Without commits there is nothing to learn from."""
 PATHS = ("data_dir", "start")
 """Settings that are paths. JSON and TOML hold them as text."""
 

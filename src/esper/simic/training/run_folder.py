@@ -272,7 +272,7 @@ def _check_data(path: Path, config: TrainConfig, progress: Progress) -> None:
         if then != now:
             raise CheckpointError(
                 f"{path} was trained on other data: those of {task!r} now have digest {now}, it had {then}; "
-                "name the folder of its own (--data-dir, ESPER_DATA)"
+                "point --data-dir or ESPER_DATA to the original data"
             )
 
 
