@@ -96,7 +96,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         path = write_run(tmp_path) / name
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join([lines[0], '{"kind": \n', *lines[1:]]))
-        with pytest.raises(BadValueError, match=rf"{name}, line 2 is no JSON"):
+        with pytest.raises(BadValueError, match=rf"{name}, line 2 is not JSON"):
             read_run(tmp_path)
 
 

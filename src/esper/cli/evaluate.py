@@ -24,7 +24,7 @@ from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import CLAIM_SEEDS, Claim
 from esper.simic.evaluation.workers import EvaluationConfig
 from esper.simic.training.run_folder import git_hash
-from esper.storage.files import replace_file, storing
+from esper.storage.files import replace_file, storage_errors
 
 
 def policy_table(found: TaskComparison) -> Table:
@@ -179,7 +179,7 @@ class EvaluateCommand:
             content = {**found.to_json(), "provenance": self._provenance()}
             replace_file(self.json.resolve(), dumps(content, indent=1, allow_nan=False) + "\n")
         if self.picture is not None:
-            with storing(self.picture):
+            with storage_errors(self.picture):
                 draw(found, self.picture)
 
     def _provenance(self) -> dict[str, Json]:

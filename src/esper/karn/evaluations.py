@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from esper.karn.fields import Fields, is_number, read_object
 from esper.leyline import BadValueError
-from esper.leyline.student import t_quantile
+from esper.leyline.numbers import t_quantile
 
 MEAN = "mean over tasks"
 

@@ -1,4 +1,4 @@
-"""What crosses the borders between subsystems: stages, ops and action heads, slots, signals, outcomes, errors."""
+"""Values that the other packages exchange: stages, ops and action heads, slots, signals, outcomes, errors."""
 
 from esper.leyline.actions import (
     ALPHA_CURVES,
@@ -41,18 +41,23 @@ from esper.leyline.outcomes import (
     objective,
     rent,
 )
-from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, slot_id
-from esper.leyline.stages import (
+from esper.leyline.slots import (
     ACTIVE_STAGES,
     COOLDOWN_STAGES,
     LIVE_STAGES,
+    TOPOLOGIES,
     TRANSITIONS,
+    BlueprintOffer,
     SeedStage,
+    SlotConfig,
+    SlotSpec,
+    Topology,
     can_transition,
+    slot_id,
 )
 
 DEFAULT_GAMMA = 1.0
-"""Discount of rewards and of their shaping alike: with 1 the shaped reward sums to the objective itself."""
+"""Discount of rewards and of their shaping. With 1, the shaped rewards of an episode sum to the objective."""
 
 __all__ = [
     "ACTIVE_STAGES",

@@ -47,7 +47,7 @@ from esper.simic.training.episode import values_of
 from esper.simic.training.run_folder import SESSIONS, Restored, RunFolder, TelemetryState, git_hash
 from esper.storage.interrupts import termination_interrupts
 from esper.storage.logs import JsonLines, end_of_lines
-from esper.storage.machine import Machine
+from esper.storage.stored import Machine
 
 Choice = str | int | float
 Column = list[int] | list[Choice | None]

@@ -18,12 +18,11 @@ from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig, decode_config
-from esper.storage.files import folder_taken, is_leftover, remove_leftovers, replace_file, storing
+from esper.storage.files import folder_lock, is_leftover, remove_leftovers, replace_file, storage_errors
 from esper.storage.interrupts import interrupts_held
 from esper.storage.logs import JsonLines, digest_of, read_lines
-from esper.storage.machine import Machine
 from esper.storage.series import KEEP, Series
-from esper.storage.stored import checksum
+from esper.storage.stored import Machine, checksum
 from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 
@@ -168,10 +167,10 @@ class RunFolder:
         """A new run. A folder that already contains one is refused."""
         cls.check_free(path)
         checkpoints_of(path, keep_checkpoints)
-        with storing(path):
+        with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
-            lock.enter_context(folder_taken(path))
+            lock.enter_context(folder_lock(path))
             cls.check_free(path)  # again, now that no other process can take it
             write_config(path, config, keep_checkpoints)
             return cls(path, config, keep_checkpoints, lock)
@@ -179,7 +178,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         """Raise if the folder exists and holds more than what a killed process left as it began."""
-        with storing(path):
+        with storage_errors(path):
             if path.exists() and (not path.is_dir() or not all(map(is_leftover, path.iterdir()))):
                 raise BadValueError(f"{path} is in use; choose another --out, or continue with --resume {path}")
 
@@ -198,9 +197,8 @@ class RunFolder:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
         with ExitStack() as lock:
-            lock.enter_context(folder_taken(path))  # before cleaning up: another process may be at work
-            with storing(path):
-                remove_leftovers(path)
+            lock.enter_context(folder_lock(path))  # before cleaning up: another process may be at work
+            remove_leftovers(path)
             checkpoint = checkpoints_of(path, keep_checkpoints).read_newest(
                 lambda number, folder: _read_checkpoint(path, number, folder, agent), remark
             )
@@ -227,7 +225,7 @@ class RunFolder:
         with interrupts_held():
             logs = (LogState(log.flush(), log.sha256) for log in (self.events, self.metrics))
             progress = Progress(rounds, *logs, Machine.here(), _data_of(self.config))
-            save_agent(agent, self.checkpoints.place(rounds), {"progress": progress, "watching": telemetry})
+            save_agent(agent, self.checkpoints.path_of(rounds), {"progress": progress, "watching": telemetry})
             self.checkpoints.prune()
 
     def __enter__(self) -> Self:
