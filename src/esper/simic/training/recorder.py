@@ -125,7 +125,7 @@ class Recorder:
 
     def examination(self, agent: PPOAgent, buffer: TamiyoRolloutBuffer) -> Examination | None:
         """An observer of the coming update, in rounds that an alarm marked for a closer look."""
-        return Examination(buffer, agent.layout) if self.detail.level else None
+        return Examination(buffer, agent.layout) if self.detail.left else None
 
     def write_events(
         self,
@@ -137,7 +137,7 @@ class Recorder:
         """Log what happened to each host, the details of the update, and alarms that begin or end."""
         log, report = self.folder.events, None
         for record in records:
-            write_events(log, round_index, record)
+            write_record(log, round_index, record)
         if examination is not None:
             report = examination.report({record.task: record.lstm for record in records})
             log.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
@@ -149,12 +149,11 @@ class Recorder:
         self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
     ) -> RoundMeasured:
         """Log the line of a round. What depends on the clock or the machine is under `timing`."""
-        seconds = {name: round(total.wall_s, 6) for name, total in spans.items()}
-        lost = self.hub.metrics()
-        timing = {"collect_s": seconds.get("collect"), "update_s": seconds.get("update"), "spans": seconds}
-        return write_metrics(
-            self.folder.metrics, round_index, records, update, timing | ({"hub": lost} if lost else {})
-        )
+        seconds, lost = {name: round(total.wall_s, 6) for name, total in spans.items()}, self.hub.metrics()
+        timing = {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
+        values = round_values(records, update, timing | ({"hub": lost} if lost else {}))
+        self.folder.metrics.write(round=round_index, **values)
+        return RoundMeasured(round_index, values)
 
     def save(self, agent: PPOAgent, rounds: int) -> None:
         """Write the checkpoint after `rounds` rounds."""
@@ -194,7 +193,7 @@ def summary(records: Sequence[RoundRecord]) -> str:
     )
 
 
-def write_events(events: JsonLines, round_index: int, record: RoundRecord) -> None:
+def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> None:
     """Log what happened to each host of a task. Envs are numbered over all tasks."""
     first, task = record.first_env, record.task
     for step, (env, change, blueprint) in record.changes:
@@ -276,16 +275,12 @@ def _worst(records: Sequence[RoundRecord], suspicion: Suspicion) -> str:
     return f"{position}: a contribution of {worst.contribution:.3g} in a gain of {worst.gain:.3g}"
 
 
-def write_metrics(
-    metrics: JsonLines,
-    round_index: int,
-    records: Sequence[RoundRecord],
-    update: PPOUpdateMetrics,
-    timing: Mapping[str, Json],
-) -> RoundMeasured:
-    """Log the line of a round: all tasks together, each of several tasks, the update, and `timing`."""
+def round_values(
+    records: Sequence[RoundRecord], update: PPOUpdateMetrics, timing: Mapping[str, Json]
+) -> dict[str, Json]:
+    """The metrics of a round: all tasks together, each of several tasks, the update, and `timing`."""
     slots, ops = records[0].slots, [op for record in records for op in record.actions[..., 0].flatten().tolist()]
-    values = {
+    return {
         **_growth(records),
         **({"tasks": {record.task: _growth([record]) for record in records}} if len(records) > 1 else {}),
         "ops": dict(Counter(LifecycleOp(op).name for op in ops)),
@@ -296,8 +291,6 @@ def write_metrics(
         **encode(update.flat()),  # numbers that are not finite become words
         "timing": timing,
     }
-    metrics.write(round=round_index, **values)
-    return RoundMeasured(round_index, values)
 
 
 def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:

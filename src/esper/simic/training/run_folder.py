@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -165,13 +164,12 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP) -> Self:
         """A new run. A folder that already contains one is refused."""
-        cls.check_free(path)
-        checkpoints_of(path, keep_checkpoints)
+        checkpoints_of(path, keep_checkpoints)  # refuses a bad number before anything is written
         with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
             lock.enter_context(folder_lock(path))
-            cls.check_free(path)  # again, now that no other process can take it
+            cls.check_free(path)
             write_config(path, config, keep_checkpoints)
             return cls(path, config, keep_checkpoints, lock)
 
@@ -231,13 +229,11 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self._resources.close()
         except StorageError:
-            if error is None:  # otherwise the first error says what happened
+            if kind is None:  # otherwise the first error says what happened
                 raise
 
 
