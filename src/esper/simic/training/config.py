@@ -107,9 +107,10 @@ def gain_error(task: Task) -> float:
 
 def decode_config(values: Mapping[str, Json], where: str) -> TrainConfig:
     """Settings from a parsed JSON or TOML object that has every field, strictly checked."""
-    texts = {name: decode(str | None, values[name], f"{where}.{name}") for name in PATHS if name in values}
-    config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(texts)}, where)
-    return replace(config, **{name: None if text is None else Path(text) for name, text in texts.items()})
+    config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, where)
+    texts = (decode(str | None, values[name], f"{where}.{name}") for name in PATHS)
+    data_dir, start = (None if text is None else Path(text) for text in texts)
+    return replace(config, data_dir=data_dir, start=start)
 
 
 def read_settings(path: Path) -> TrainConfig:

@@ -170,7 +170,7 @@ class EpisodeRunner:
         symptoms = self._govern(earlier, changes)
         slots = self.observer.slots(self.comparison, self.sensing)
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
-        hardened: tuple[Tensor | None, ...] = (None, None, None)
+        hardened: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if fleet.step_index + 1 >= fleet.task.steps:
             with self.spans("validate"):
                 self.committed = fleet.validate_committed(final=self.final)

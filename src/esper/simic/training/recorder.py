@@ -161,9 +161,9 @@ class Recorder:
 
     def show(self, measured: RoundMeasured, records: Sequence[RoundRecord]) -> None:
         """Send a complete round to the sinks, and print its alarms unless the console sink does."""
-        for event in (measured, *map(_raised, self.alarms)):
-            self.hub.publish(event)
+        self.hub.publish(measured)
         for alarm in self.alarms:
+            self.hub.publish(_raised(alarm))
             if alarm.severity != "info" and not self._console:
                 print(f"{alarm.severity}: {alarm}", flush=True)
         if self._advance is not None:

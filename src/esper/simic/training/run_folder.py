@@ -221,8 +221,8 @@ class RunFolder:
     def save(self, agent: PPOAgent, rounds: int, telemetry: TelemetryState) -> None:
         """Write the checkpoint after `rounds` rounds, with the state of the logs. Ctrl-C waits for it."""
         with interrupts_held():
-            logs = (LogState(log.flush(), log.sha256) for log in (self.events, self.metrics))
-            progress = Progress(rounds, *logs, Machine.here(), _data_of(self.config))
+            events, metrics = (LogState(log.flush(), log.sha256) for log in (self.events, self.metrics))
+            progress = Progress(rounds, events, metrics, Machine.here(), _data_of(self.config))
             save_agent(agent, self.checkpoints.path_of(rounds), {"progress": progress, "watching": telemetry})
             self.checkpoints.prune()
 
