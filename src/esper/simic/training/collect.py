@@ -59,40 +59,24 @@ class RoundRecord(NamedTuple):
 
     task: str
     slots: SlotConfig
-    heads: tuple[str, ...]
-    """Names of the action heads"""
-    first_env: int
-    """Number of its first env among those of all tasks"""
-    objective: Tensor
-    """(n,): hardened gain minus rent of the fossils; points"""
-    gain: Tensor
-    """(n,): of the hardened hosts"""
-    accuracy: Tensor
-    """(n,): of the hardened hosts, percent"""
-    added_parameters: Tensor
-    """(n,): of the fossils"""
-    features: Tensor
-    """(steps, n, size): observations, not normalised; the critic's columns with their final values"""
-    actions: Tensor
-    """(steps, n, heads)"""
-    rewards: Tensor
-    """(steps, n)"""
-    parts: dict[str, Tensor]
-    """Parts of the reward, (steps, n) each"""
-    accuracies: Tensor
-    """(steps, n): of the growing hosts"""
-    control_accuracies: Tensor
-    alphas: Tensor
-    """(steps, n, slots): alpha during each step's training"""
-    suspect_counts: Tensor
-    """(3,): acting seeds with a measured contribution over all steps; of these, hacking; of these, ransomware"""
+    heads: tuple[str, ...]  # names of the action heads
+    first_env: int  # its number among the envs of all tasks
+    objective: Tensor  # (n,): hardened gain minus rent of the fossils, points
+    gain: Tensor  # (n,): of the hardened hosts
+    accuracy: Tensor  # (n,): of the hardened hosts, percent
+    added_parameters: Tensor  # (n,): of the fossils
+    features: Tensor  # (steps, n, size): not normalised; the critic's columns with their final values
+    actions: Tensor  # (steps, n, heads)
+    rewards: Tensor  # (steps, n)
+    parts: dict[str, Tensor]  # of the reward, (steps, n) each
+    accuracies: Tensor  # (steps, n): of the growing hosts
+    control_accuracies: Tensor  # (steps, n)
+    alphas: Tensor  # (steps, n, slots): during each step's training
+    suspect_counts: Tensor  # (3,): acting seeds with a measured contribution; of these, hacking; ransomware
     suspects: tuple[Finding, ...]
-    lstm: LstmHealth | None
-    """Health of the hidden state halfway through the episode"""
-    changes: list[tuple[int, SeedChange]]
-    """(step, change)"""
-    symptoms: list[tuple[int, int, list[str]]]
-    """(step, env, symptoms) of every panic"""
+    lstm: LstmHealth | None  # halfway through the episode
+    changes: list[tuple[int, SeedChange]]  # (step, change)
+    symptoms: list[tuple[int, int, list[str]]]  # (step, env, symptoms) of every panic
 
     @property
     def panics(self) -> int:

@@ -79,29 +79,20 @@ class SeedChange(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step led to, for every grown env (n,)."""
+    """What a step led to, for every grown env (n,). Losses are in units of the random-guess loss."""
 
-    accuracy: Tensor
-    """Calibrated validation accuracy of the main row, percent"""
+    accuracy: Tensor  # of the main row, calibrated, on validation images, percent
     control_accuracy: Tensor
     loss: Tensor
-    """Validation loss in units of the random-guess loss"""
-    slots: SlotView
-    """The slots before the tick"""
-    seed_parameters: Tensor
-    """(n, slots): parameters of the live seeds before the actions"""
-    acting_parameters: Tensor
-    """Parameters of all seeds with alpha > 0"""
+    slots: SlotView  # before the tick
+    seed_parameters: Tensor  # (n, slots): of the live seeds before the actions
+    acting_parameters: Tensor  # of all seeds with alpha > 0
     fossil_parameters: Tensor
-    panics: Tensor
-    """bool: the env was restored from its snapshot"""
-    symptoms: dict[int, list[str]]
-    """What the governor saw, by env"""
-    hardened_accuracy: Tensor | None
-    """With fossils alone; None before the end of the episode"""
+    panics: Tensor  # bool: the env was restored from its snapshot
+    symptoms: dict[int, list[str]]  # what the governor saw, by env
+    hardened_accuracy: Tensor | None  # with fossils alone; None before the end of the episode
     hardened_control: Tensor | None
     hardened_loss: Tensor | None
-    """In units of the random-guess loss"""
     changes: list[SeedChange]
 
     @property

@@ -121,8 +121,7 @@ class Progress:
     events: LogState
     metrics: LogState
     machine: Machine
-    data: tuple[str, ...]
-    """Digests of the data sets, task by task"""
+    data: tuple[str, ...]  # digests of the data sets, task by task
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,9 @@ class Restored(NamedTuple):
     """The state that a run continues with."""
 
     agent: PPOAgent
-    rounds: int = 0
-    """Number of complete rounds"""
+    rounds: int = 0  # complete ones
     telemetry: TelemetryState = TelemetryState()
-    remarks: tuple[str, ...] | None = None
-    """What differs from before: damaged checkpoints, another machine; None for a new run"""
+    remarks: tuple[str, ...] | None = None  # what differs from before; None for a new run
 
 
 class RunFolder:
