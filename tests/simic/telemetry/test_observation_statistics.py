@@ -62,5 +62,3 @@ def test_names_that_do_not_fit() -> None:
         observation_statistics(torch.zeros(2, 3), ["a"])
     with pytest.raises(BadValueError, match="observations of 3 numbers"):
         observation_statistics(torch.zeros(2, 3), ["a"], torch.zeros(2, dtype=torch.long))
-    with pytest.raises(BadValueError, match="bound"):
-        observation_statistics(torch.zeros(2, 1), ["a"], bound=0.0)

@@ -61,7 +61,6 @@ class Trainer:
         if resume:
             check_settings(folder, config)
         else:
-            config.check_alarms()
             RunFolder.check_free(folder)
         check_device(config.device)
         if profile is not None:
@@ -140,7 +139,7 @@ class Trainer:
         with self._tracing():
             with self.spans("collect"):
                 records = self.collector.collect(self.round)
-            examination = Examination(self.collector.buffer, self.agent.layout) if self.detail.level else None
+            examination = Examination(self.collector.buffer, self.agent.layout) if self.detail.left else None
             with self.spans("update"):
                 metrics = self.agent.update(self.collector.buffer, examination)
             with self.spans("watch"):
