@@ -21,7 +21,7 @@ from simic.rewards.trajectories import (
 from torch import Tensor
 
 from esper.leyline import BadValueError, EpisodeOutcome, SeedStage
-from esper.simic.rewards import Family, RewardBreakdown, RewardConfig, RewardInputs, compute_reward, relative_loss, rent
+from esper.simic.rewards import Family, RewardConfig, Rewarded, RewardInputs, compute_reward, relative_loss, rent
 from esper.simic.rewards.potentials import SHAPING, STAGE_POTENTIALS, credit, stage_potential, unexplained
 from esper.tolaria import get_task
 
@@ -190,13 +190,13 @@ def test_parts_sum_to_the_total(family: Family) -> None:
     """The sum is exact; no part is missing or counted twice."""
     episodes = [play(random_script(random.Random(seed)), 15) for seed in range(8)]
     for rewarded in pay(RewardConfig(family=family), [stack(step) for step in zip(*episodes, strict=True)]):
-        parts = rewarded.breakdown.parts
+        parts = rewarded.parts
         running = torch.zeros(8, dtype=torch.float64)
         for part in parts.values():
             assert part.shape == (8,) and part.isfinite().all()
             running = running + part
         assert running.equal(rewarded.total)
-        share = rewarded.breakdown.shaped_share
+        share = rewarded.shaped_share
         assert ((share >= 0) & (share <= 1)).all()
 
 
@@ -204,9 +204,9 @@ def test_parts_sum_to_the_total(family: Family) -> None:
 def test_shaped_share() -> None:
     """The share is taken by size, so it stays defined where the parts cancel or are all 0."""
     shaping, gain = torch.tensor([3.0, 2.0, 0.0, -2.0]), torch.tensor([1.0, -2.0, 0.0, 0.0])
-    breakdown = RewardBreakdown({SHAPING: shaping, "gain": gain})
-    assert breakdown.total.tolist() == [4, 0, 0, -2]
-    assert breakdown.shaped_share.tolist() == [0.75, 0.5, 0, 1]
+    rewarded = Rewarded({SHAPING: shaping, "gain": gain}, gain, {})
+    assert rewarded.total.tolist() == [4, 0, 0, -2]
+    assert rewarded.shaped_share.tolist() == [0.75, 0.5, 0, 1]
 
 
 def test_stage_potentials_grow_towards_the_fossil() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline import head_preset
-from esper.simic.telemetry import GradientFigures, collect_gradients, gradients_of, measure_gradients
-from esper.simic.telemetry.measurements import module_of
+from esper.simic.telemetry import collect_gradients, gradients_of, measure_gradients
+from esper.simic.telemetry.measurements import GradientFigures, module_of
 from esper.tamiyo import FactoredRecurrentActorCritic, growth_table
 from esper.tamiyo.features import growth_layout
 from esper.tolaria import get_task

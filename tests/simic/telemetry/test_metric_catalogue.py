@@ -33,7 +33,7 @@ def test_rewards_are_declared_part_by_part() -> None:
     parts = {
         f"reward/{part}"
         for family in FAMILIES
-        for part in compute_reward(RewardConfig(family=family), step).breakdown.parts  # type: ignore[arg-type]  # its keys
+        for part in compute_reward(RewardConfig(family=family), step).parts  # type: ignore[arg-type]  # its keys
     }
     assert {name for name in NAMES if name.startswith("reward/")} == parts
 

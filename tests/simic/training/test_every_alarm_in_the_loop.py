@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from esper.leyline import LifecycleOp, Measurement
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.rewards import RewardBreakdown, Rewarded
+from esper.simic.rewards import Rewarded
 from esper.simic.rewards.potentials import SHAPING
 from esper.simic.telemetry import Alarm, AnomalyDetector, Detail
 from esper.simic.telemetry.detector import DRIFT_WARMUP
@@ -91,8 +91,8 @@ def pay_too_much(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
     def reward_step(*given: Any) -> Rewarded:  # Any: whatever the honest one takes
         rewarded = rewarding.reward_step(*given)
-        parts = {**rewarded.breakdown.parts, SHAPING: torch.full_like(rewarded.total, 3e38)}
-        return rewarded._replace(breakdown=RewardBreakdown(parts))
+        parts = {**rewarded.parts, SHAPING: torch.full_like(rewarded.total, 3e38)}
+        return rewarded._replace(parts=parts)
 
     patch.setattr(collect, "reward_step", reward_step)
 

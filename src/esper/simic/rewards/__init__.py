@@ -16,7 +16,6 @@ from esper.simic.rewards.attribution import (
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
 from esper.simic.rewards.families import FAMILIES, compute_reward
 from esper.simic.rewards.potentials import (
-    RewardBreakdown,
     Rewarded,
     RewardInputs,
     is_measured,
@@ -33,7 +32,6 @@ __all__ = [
     "Family",
     "Finding",
     "GammaMismatchError",
-    "RewardBreakdown",
     "RewardConfig",
     "RewardInputs",
     "Rewarded",

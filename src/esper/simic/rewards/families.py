@@ -34,7 +34,6 @@ from esper.simic.rewards.config import (
 )
 from esper.simic.rewards.potentials import (
     SHAPING,
-    RewardBreakdown,
     Rewarded,
     RewardInputs,
     credit,
@@ -197,7 +196,7 @@ def _rewarded(config: RewardConfig, inputs: RewardInputs, levels: Levels, other:
         after = after + level
     telescoping = config.shaping * shaping(inputs.potential, after, inputs.terminal | inputs.panic, config.gamma)
     stored = torch.where(inputs.terminal, 0.0, torch.where(inputs.panic, inputs.potential.double(), after))
-    return Rewarded(RewardBreakdown({SHAPING: telescoping, **other}), stored, levels)
+    return Rewarded({SHAPING: telescoping, **other}, stored, levels)
 
 
 def _at_end(inputs: RewardInputs, worth: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The inputs of a reward, its parts, and the potentials that shape it."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import reduce
 from typing import NamedTuple
 
@@ -53,32 +52,11 @@ class RewardInputs(NamedTuple):
     """bool: training on the way to s' failed, and the host was restored to s"""
 
 
-@dataclass(frozen=True)
-class RewardBreakdown:
-    """The parts of a reward, (N,) each."""
+class Rewarded(NamedTuple):
+    """A reward and its parts, and the potential for the next one."""
 
     parts: Mapping[str, Tensor]
-
-    @property
-    def total(self) -> Tensor:
-        """(N,) the sum of the parts, in their order."""
-        return _sum(self.parts.values())
-
-    @property
-    def shaped_share(self) -> Tensor:
-        """(N,) absolute shaping over the sum of absolute parts, in [0, 1]; 0 if all parts are 0."""
-        sizes = _sum(part.abs() for part in self.parts.values())
-        return torch.where(sizes > 0, self.parts[SHAPING].abs() / torch.where(sizes > 0, sizes, 1.0), 0.0)
-
-
-def _sum(parts: Iterable[Tensor]) -> Tensor:
-    return reduce(torch.add, parts)
-
-
-class Rewarded(NamedTuple):
-    """A reward, and the potential for the next one."""
-
-    breakdown: RewardBreakdown
+    """(N,) each"""
     potential: Tensor
     """(N,) Φ(s') to pass to the next step: 0 after an episode, Φ(s) after a panic"""
     levels: Mapping[str, Tensor]
@@ -86,8 +64,14 @@ class Rewarded(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """(N,)"""
-        return self.breakdown.total
+        """(N,) the sum of the parts, in their order."""
+        return reduce(torch.add, self.parts.values())
+
+    @property
+    def shaped_share(self) -> Tensor:
+        """(N,) absolute shaping over the sum of absolute parts, in [0, 1]; 0 if all parts are 0."""
+        sizes = reduce(torch.add, (part.abs() for part in self.parts.values()))
+        return torch.where(sizes > 0, self.parts[SHAPING].abs() / torch.where(sizes > 0, sizes, 1.0), 0.0)
 
 
 STAGE_POTENTIALS: dict[SeedStage, float] = {

@@ -39,11 +39,6 @@ class GradientEMATracker:
         self.momentum = momentum
         self.state = state if state is not None else DriftState()
 
-    @property
-    def mean(self) -> float | None:
-        """The usual norm; None before the first."""
-        return math.exp(self.state.log_mean) if self.state.count else None
-
     def observe(self, norm: float, doubtful: float = math.inf) -> float:
         """The factor (1 or more) between the norm and its mean so far; then include the norm in the mean.
 

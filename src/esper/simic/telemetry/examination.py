@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import BadValueError
 from esper.simic.agent import TamiyoRolloutBuffer
 from esper.simic.control import CLIP
 from esper.simic.telemetry.measurements import GradientMonitor, GradientReport, LstmHealth, fetch, gradients_of
@@ -69,7 +68,6 @@ class RatioExplosionDiagnostic:
         `mask`, of the same shape, says which ratios count; `actions` (envs, steps, heads) are listed with offenders.
         """
         mask = torch.ones_like(ratios, dtype=torch.bool) if mask is None else mask
-        _check(ratios, mask, actions, heads)
         ratios, mask = (tensor.view(*tensor.shape[:2], len(heads)) for tensor in (ratios, mask))
         broken, high, low = ratios.isnan() & mask, (ratios > self.high) & mask, (ratios < self.low) & mask
         counts = torch.stack([flags.sum((0, 1)) for flags in (mask, high, low, broken)])
@@ -87,16 +85,6 @@ class RatioExplosionDiagnostic:
                 worst.append(Offender(*divmod(cell, ratios.shape[1]), heads[head], ratio, tuple(map(int, action))))
         by_head = [dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist()]
         return RatioReport(*by_head, worst=tuple(worst))
-
-
-def _check(ratios: Tensor, mask: Tensor, actions: Tensor | None, heads: tuple[str, ...]) -> None:
-    joint = ratios.dim() == 2 and heads == (JOINT,)
-    if not joint and (ratios.dim() != 3 or ratios.shape[-1] != len(heads)):
-        raise BadValueError(f"ratios of shape {tuple(ratios.shape)}; wanted (envs, steps, {len(heads)}) for {heads}")
-    if mask.shape != ratios.shape or mask.dtype is not torch.bool:
-        raise BadValueError(f"a {mask.dtype} mask of shape {tuple(mask.shape)}; wanted bool, {tuple(ratios.shape)}")
-    if actions is not None and (actions.dim() != 3 or actions.shape[:2] != ratios.shape[:2]):
-        raise BadValueError(f"actions of shape {tuple(actions.shape)}; wanted {(*ratios.shape[:2], 'heads')}")
 
 
 @dataclass(frozen=True)
@@ -122,10 +110,8 @@ def observation_statistics(
 
     `columns` (size,) maps each value to the index of its name (`ObservationLayout.columns()`); by default, one to one.
     """
-    size, width = observations.shape[-1], len(names)
-    columns = torch.arange(size) if columns is None else columns
-    if columns.shape != (size,) or (columns.device.type == "cpu" and size and int(columns.max()) >= width):
-        raise BadValueError(f"{width} names and columns {tuple(columns.shape)} for observations of {size} numbers")
+    width = len(names)
+    columns = torch.arange(width) if columns is None else columns
     flat = observations.flatten(0, -2).double()  # (rows, size)
     index, finite = columns.to(flat.device), flat.isfinite()
     values = flat.where(finite, 0.0)

@@ -24,8 +24,6 @@ class SpanTotal:
     visits: int
     wall_s: float
     """On a GPU, the time to *launch* the work: kernels run on unless something waits for them."""
-    cpu_s: float
-    """Of this thread; if it is close to `wall_s`, Python is the bottleneck."""
 
 
 class Spans:
@@ -39,7 +37,7 @@ class Spans:
         self.marked = False
         """Whether spans also appear as ranges in an operator trace"""
         self._path: list[str] = []
-        self._totals: dict[str, tuple[int, int, int]] = {}
+        self._totals: dict[str, tuple[int, int]] = {}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """`with spans("collect"): …`"""
@@ -54,22 +52,20 @@ class Spans:
         with record_function(name) if self.marked else _NOTHING:
             self._path.append(name)
             path = "/".join(self._path)
-            self._totals.setdefault(path, (0, 0, 0))
-            cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+            self._totals.setdefault(path, (0, 0))
+            start = time.perf_counter_ns()
             try:
                 yield
             finally:
-                wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
+                elapsed = time.perf_counter_ns() - start
                 self._path.pop()
-                visits, total_wall, total_cpu = self._totals.get(path, (0, 0, 0))
-                self._totals[path] = (visits + 1, total_wall + wall, total_cpu + cpu)
+                visits, total = self._totals.get(path, (0, 0))
+                self._totals[path] = (visits + 1, total + elapsed)
 
     def drain(self) -> dict[str, SpanTotal]:
         """The sums since the last call, in the order in which spans were first entered; without open spans."""
         totals, self._totals = self._totals, {}
-        return {
-            path: SpanTotal(visits, wall / 1e9, cpu / 1e9) for path, (visits, wall, cpu) in totals.items() if visits
-        }
+        return {path: SpanTotal(visits, wall / 1e9) for path, (visits, wall) in totals.items() if visits}
 
 
 @contextmanager

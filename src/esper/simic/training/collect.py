@@ -210,7 +210,7 @@ class RoundCollector:
             )
             hidden_state = (hidden_state[0].where(~ends[:, None], 0.0), hidden_state[1].where(~ends[:, None], 0.0))
             results.append(result)
-            parts.append(dict(rewarded.breakdown.parts))
+            parts.append(dict(rewarded.parts))
         control_end = results[-1].hardened_control
         assert control_end is not None
         told = fill_in_control_end(torch.stack(features), runner.layout, control_end)
