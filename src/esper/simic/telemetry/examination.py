@@ -83,8 +83,10 @@ class RatioExplosionDiagnostic:
             if bad >= 0:
                 cell, head = divmod(int(index), len(heads))
                 worst.append(Offender(*divmod(cell, ratios.shape[1]), heads[head], ratio, tuple(map(int, action))))
-        by_head = [dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist()]
-        return RatioReport(*by_head, worst=tuple(worst))
+        examined, exploded, vanished, not_a_number = (
+            dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist()
+        )
+        return RatioReport(examined, exploded, vanished, not_a_number, tuple(worst))
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,13 @@ def observation_statistics(
         wide = index.expand(flat.shape).flatten()
         extremes.append(start.scatter_reduce(0, wide, flat.where(finite, fill).flatten(), reduce))
     figures = fetch(torch.stack([count, total(~finite), total(flat.abs() >= bound), mean, std, *extremes]))[0]
-    statistics = {}
-    for name, (good, broken, bounded, *moments) in zip(names, figures.T.tolist(), strict=True):
-        entries = int(good + broken)
-        share = bounded / entries if entries else 0.0
-        statistics[name] = ColumnStatistics(*(moments if good else [None] * 4), share, int(broken), entries)
-    return statistics
+    return {name: _column(*row) for name, row in zip(names, figures.T.tolist(), strict=True)}
+
+
+def _column(finite: float, broken: float, at_bound: float, *moments: float) -> ColumnStatistics:
+    count = int(finite + broken)
+    mean, std, low, high = moments if finite else [None] * 4
+    return ColumnStatistics(mean, std, low, high, at_bound / count if count else 0.0, int(broken), count)
 
 
 @dataclass(frozen=True)
