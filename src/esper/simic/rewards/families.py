@@ -55,7 +55,7 @@ def compute_reward(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
 
 def paired(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     """The change of the objective. With γ = 1 an episode's rewards sum to the objective minus the price of commits."""
-    levels = {"gain": inputs.gain.double(), "rent": -_acting_rent(config, inputs)}
+    levels = {"gain": inputs.gain.double(), "rent": -_rent(config, inputs, inputs.acting_parameters)}
     commits = (inputs.op == LifecycleOp.FOSSILIZE) & ~inputs.panic
     price = config.commit_price * (1 + (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1))
     return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -price * commits})
@@ -67,7 +67,7 @@ def shaped(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     levels = {
         "stages": STAGE_WEIGHT * stage_potential(inputs.after.stage),
         "attribution": config.attribution_weight * credited + config.proxy_weight * proxy,
-        "rent": -_acting_rent(config, inputs),
+        "rent": -_rent(config, inputs, inputs.acting_parameters),
     }
     costs = {
         "ratio": ratio_cost(config, inputs),
@@ -101,10 +101,10 @@ def minimal(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
 
 def loss(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     """Loss instead of accuracy, for tasks without one. Not paired: Φ includes the host's own progress."""
-    levels = {"loss": _loss_points(inputs.loss), "rent": -_acting_rent(config, inputs)}
+    levels = {"loss": _loss_points(inputs.loss), "rent": -_rent(config, inputs, inputs.acting_parameters)}
     ending = {
         "loss": _at_end(inputs, _loss_points(inputs.objective_loss)),
-        "rent": _at_end(inputs, -_fossil_rent(config, inputs)),
+        "rent": _at_end(inputs, -_rent(config, inputs, inputs.fossil_parameters)),
         "penalty": _in_panic(inputs, -_panic_rent(config, inputs) - config.crash_margin),
     }
     return _rewarded(config, inputs, levels, ending)
@@ -212,7 +212,7 @@ def _objective(config: RewardConfig, inputs: RewardInputs) -> dict[str, Tensor]:
     at_chance = _chance_gain(inputs) - _panic_rent(config, inputs) - config.crash_margin
     return {
         "gain": _at_end(inputs, inputs.objective_gain),
-        "rent": _at_end(inputs, -_fossil_rent(config, inputs)),
+        "rent": _at_end(inputs, -_rent(config, inputs, inputs.fossil_parameters)),
         "penalty": _in_panic(inputs, at_chance),
     }
 
@@ -220,7 +220,7 @@ def _objective(config: RewardConfig, inputs: RewardInputs) -> dict[str, Tensor]:
 def _accuracy(config: RewardConfig, inputs: RewardInputs) -> dict[str, Tensor]:
     """Clamped before scaling, so that the scale is a pure factor."""
     scale = config.sparse_scale
-    final = inputs.control_accuracy + inputs.objective_gain.double() - _fossil_rent(config, inputs)
+    final = inputs.control_accuracy + inputs.objective_gain.double() - _rent(config, inputs, inputs.fossil_parameters)
     chance = inputs.chance_accuracy.double() - _panic_rent(config, inputs)
     return {
         "accuracy": _at_end(inputs, scale * (final / 100).clamp(-1, 1)),
@@ -236,15 +236,10 @@ def _chance_gain(inputs: RewardInputs) -> Tensor:
     return inputs.chance_accuracy.double() - inputs.control_accuracy.double()
 
 
-def _acting_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:
-    return rent(inputs.acting_parameters, inputs.host_parameters, config.rho)
-
-
-def _fossil_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:
-    return rent(inputs.fossil_parameters, inputs.host_parameters, config.rho)
+def _rent(config: RewardConfig, inputs: RewardInputs, parameters: Tensor) -> Tensor:
+    return rent(parameters, inputs.host_parameters, config.rho)
 
 
 def _panic_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:
     """Never less than the rent of the fossils, which an episode that ends at chance would pay."""
-    parameters = torch.maximum(inputs.acting_parameters, inputs.fossil_parameters)
-    return rent(parameters, inputs.host_parameters, config.rho)
+    return _rent(config, inputs, torch.maximum(inputs.acting_parameters, inputs.fossil_parameters))
