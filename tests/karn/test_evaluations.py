@@ -9,8 +9,7 @@ import pytest
 from karn.run_folders import difference, evaluation, policy
 
 from esper.karn import read_evaluations
-from esper.karn.evaluations import MEAN, mean_interval
-from esper.karn.policies import label_of
+from esper.karn.evaluations import MEAN, label_of, mean_interval
 from esper.leyline import BadValueError
 
 

@@ -270,7 +270,7 @@ def test_before_the_first_round(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no JSON", "line 29 is no JSON"),
+        ("no JSON", "line 29 is not JSON"),
         ('{"kind": "episode", "round": 0}', "line 29 has no 'env'"),
         ('{"kind": "episode", "round": 0, "env": 1, "objective": "good"}', "line 29: 'objective' is 'good'"),
         ('{"kind": "episode", "round": "first", "env": 1}', "line 29: 'round' is 'first'"),

@@ -22,13 +22,13 @@ from karn.run_folders import (
 )
 
 from esper.cli import main
-from esper.karn import health, policies, read_evaluations, write_report
+from esper.karn import evaluations, panels, read_evaluations, write_report
 from esper.karn import report as report_module
-from esper.karn.health import panels_of
+from esper.karn.evaluations import draw_evaluation, evaluation_section
 from esper.karn.page import Markup, element
-from esper.karn.reading import read_run
-from esper.karn.report import SECTIONS
-from esper.karn.story import ends_of, what_was_learned
+from esper.karn.panels import health_panels
+from esper.karn.report import SECTIONS, ends_of, what_was_learned
+from esper.karn.state import read_run
 
 
 def report(run: Path, **options: object) -> Page:
@@ -75,8 +75,8 @@ def blank(monkeypatch: pytest.MonkeyPatch) -> None:
         return Markup(f'<svg aria-labelledby="{name}-caption"></svg>')
 
     monkeypatch.setattr(report_module, "to_svg", to_svg)
-    monkeypatch.setattr(policies, "to_svg", to_svg)
-    monkeypatch.setattr(health, "draw_panel", lambda *_: None)
+    monkeypatch.setattr(evaluations, "to_svg", to_svg)
+    monkeypatch.setattr(panels, "draw_panel", lambda *_: None)
 
 
 words_only = pytest.mark.usefixtures("blank")
@@ -201,7 +201,7 @@ def test_without_controls_accuracy_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.json"
     path.write_text(json.dumps(evaluation(policies={name: policy(control_accuracy=None) for name in ("a", "b")})))
     (found,) = read_evaluations(path)
-    page = Page(element("main", *policies.tell(found, "x")))
+    page = Page(element("main", *evaluation_section(found, "x")))
     assert "accuracy (the file lacks that of the controls) against added parameters" in page.text("figcaption")
     assert "accuracy (%)" in page.text("text")
     assert "gain over the control (points)" not in page.text("text")
@@ -213,7 +213,7 @@ def test_policies_are_drawn_where_they_are(tmp_path: Path) -> None:
     seeds = [policy(1.0), policy(3.0)]
     path.write_text(json.dumps(evaluation(policies={"a+b": policy(2.0, by_seed=seeds)})))
     (found,) = read_evaluations(path)
-    (axis,) = policies.draw_policies(found).axes
+    (axis,) = draw_evaluation(found).axes
     drawn = [(np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()) for line in axis.lines]
     assert ([0.0, 64.0, 160.0], [12.0, 13.0, 14.0]) in drawn
     assert ([pytest.approx(224 / 3)], [13.0]) in drawn
@@ -235,7 +235,7 @@ def test_health_leaves_out_what_is_missing(tmp_path: Path) -> None:
     """No panel without a column; strangers get one of their own; what never changes is said, not drawn."""
     rows = [metrics(number, **{"ppo/surprise": number, "ppo/policy_loss": 0.5}) for number in (0, 1)]
     run = write_run(tmp_path, rows)
-    drawn, constant = panels_of(read_run(run))
+    drawn, constant = health_panels(read_run(run))
     titles = [panel.title for panel, _ in drawn]
     assert titles == [
         "KL of the joint action", "Entropy", "Explained variance", "Reward by part", "Time", "ppo/surprise",

@@ -11,12 +11,12 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from esper.karn import colours, draw_growth, read_run
-from esper.karn.reading import Episode, Run
+from esper.karn.state import Episode, RunState
 from esper.karn.timeline import STANDINGS, Mark, Span, choose_hosts, draw_host, marks_of, spans_of
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
 
 
-def host(run: Run, env: int) -> Episode:
+def host(run: RunState, env: int) -> Episode:
     """One host of the shown round."""
     return next(episode for episode in run.episodes[run.shown] if episode.env == env)
 

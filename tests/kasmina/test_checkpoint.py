@@ -265,7 +265,7 @@ def test_does_not_replace_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     model = build("mlp", {"r0c0": SeedStage.DORMANT})
     for target in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(CheckpointError, match="one of its own"):
+        with pytest.raises(CheckpointError, match="use a new folder"):
             model.save(target)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -95,11 +95,11 @@ def test_other_files_are_never_written_over(tmp_path: Path) -> None:
     """A checkpoint has weights of the same name: they would be lost."""
     model = cnn()
     model.save(tmp_path / "checkpoint")
-    with pytest.raises(BadValueError, match=r"holds \['model.json'\].*give it one of its own"):
+    with pytest.raises(BadValueError, match=r"holds \['model.json'\].*use a new folder"):
         model.harden(tmp_path / "checkpoint")
     MorphogeneticModel.load(tmp_path / "checkpoint")
     model.harden(tmp_path / "grown")
-    with pytest.raises(CheckpointError, match=r"contents.json.*give it one of its own"):
+    with pytest.raises(CheckpointError, match=r"contents.json.*use a new folder"):
         model.save(tmp_path / "grown")
 
 

@@ -25,7 +25,7 @@ from esper.kasmina import (
 )
 from esper.kasmina.training_checkpoints import join_state, split_state
 from esper.leyline import BadValueError, CheckpointError, SeedStage, StorageError
-from esper.storage.files import folder_taken
+from esper.storage.files import folder_lock
 
 STEPS = 13
 SLOTS = {"0": 6, "2": 6, "4": 6}
@@ -262,7 +262,7 @@ def test_a_step_below_the_newest_is_refused(tmp_path: Path) -> None:
         checkpoints.save(step, loop.model, loop.parts)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     for step in (1, 11):
-        with pytest.raises(BadValueError, match=rf"step {step} is below step 12, .*; go on from that one, remove"):
+        with pytest.raises(BadValueError, match=rf"step {step} is below step 12, .*; continue from that one, remove"):
             checkpoints.save(step, loop.model, loop.parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00010", "step-00011", "step-00012"]
@@ -278,7 +278,7 @@ def test_one_process_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     loop, folder = Loop(0), tmp_path / "run"
     folder.mkdir()
     one, other = TrainingCheckpoints(folder), TrainingCheckpoints(folder)
-    with folder_taken(folder), pytest.raises(BadValueError, match="run is being written by another process"):
+    with folder_lock(folder), pytest.raises(BadValueError, match="run is being written by another process"):
         one.save(1, loop.model, loop.parts)
     assert list(folder.iterdir()) == []
     one.save(1, loop.model, loop.parts)
@@ -288,10 +288,10 @@ def test_one_process_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(BadValueError, match="by another process"):
             other.save(3, loop.model, loop.parts)
     del one
-    with pytest.raises(BadValueError, match="by another process"), folder_taken(folder):
+    with pytest.raises(BadValueError, match="by another process"), folder_lock(folder):
         pass
     del other
-    with folder_taken(folder):
+    with folder_lock(folder):
         assert sorted(path.name for path in folder.iterdir()) == ["step-00001", "step-00002"]
 
 

@@ -3,10 +3,11 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.leyline import EpisodeOutcome, Measurement, mean_of
+from esper.leyline import Measurement, mean_of, objective, rent
 
 
 @pytest.mark.parametrize(
@@ -45,18 +46,28 @@ def test_mean_is_between_its_parts(pairs: list[tuple[float, float]]) -> None:
 
 def test_objective() -> None:
     """Gain 75 − 71 = 4; rent 2·log2(1 + 300/100) = 2·log2 4 = 4; objective 0."""
-    outcome = EpisodeOutcome(accuracy=75.0, control_accuracy=71.0, added_parameters=300, host_parameters=100)
-    assert (outcome.gain, outcome.rent(), outcome.objective()) == (4.0, 4.0, 0.0)
+    assert (rent(300, 100), objective(75.0 - 71.0, 300, 100)) == (4.0, 0.0)
 
 
 def test_rent_scales() -> None:
     """ρ points per doubling: one doubling at ρ = 3 costs 3, nothing grown costs nothing."""
-    assert EpisodeOutcome(70.0, 70.0, 100, 100).rent(3.0) == 3.0
-    assert EpisodeOutcome(70.0, 70.0, 0, 100).objective() == 0.0
+    assert rent(100, 100, 3.0) == 3.0
+    assert objective(0.0, 0, 100) == 0.0
 
 
 @given(added=st.integers(0, 10**6), more=st.integers(1, 10**6), host=st.integers(1, 10**6))
 def test_rent_grows(added: int, more: int, host: int) -> None:
     """More parameters never cost less, and the rent is finite."""
-    small, large = (EpisodeOutcome(0.0, 0.0, count, host).rent() for count in (added, added + more))
-    assert 0 <= small <= large < math.inf
+    assert 0 <= rent(added, host) <= rent(added + more, host) < math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+def test_rent_of_tensors(dtype: torch.dtype) -> None:
+    """Equal to the bit to the formula in the tensors' own dtype; counts become float32."""
+    added, host = torch.arange(0, 3000, 7).to(dtype), torch.arange(1, 430).to(dtype)
+    gain = torch.linspace(-3, 9, 429, dtype=torch.float32 if dtype == torch.int64 else dtype)
+    for divisor in (host, 1234):
+        expected = 1.5 * torch.log2(1 + added / divisor)
+        assert rent(added, divisor, 1.5).dtype == gain.dtype
+        assert torch.equal(rent(added, divisor, 1.5), expected)
+        assert torch.equal(objective(gain, added, divisor, 1.5), gain - expected)

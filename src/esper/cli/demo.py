@@ -13,7 +13,7 @@ from rich.console import Console
 
 from esper.cli.evaluate import short_table, tell_difference
 from esper.karn import read_run, write_report
-from esper.karn.story import what_was_learned
+from esper.karn.report import what_was_learned
 from esper.simic.evaluation.comparison import TaskComparison
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import compare_all

@@ -1,54 +1,94 @@
 """The command line: each subcommand is a frozen dataclass, its fields are the flags, their strings the help."""
 
+import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import Protocol
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
-import tyro
-from rich.console import Console
-
-from esper.cli.demo import DemoCommand
-from esper.cli.evaluate import EvaluateCommand
-from esper.cli.query import QueryCommand
-from esper.cli.report import ReportCommand
-from esper.cli.tasks import TasksCommand
-from esper.cli.train import TrainCommand
-from esper.cli.tune import TuneCommand
+from esper import __version__
 from esper.leyline import EsperError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Command(Protocol):
-    """What a subcommand is, once its flags are read."""
+    """A subcommand with its flags set."""
 
-    def run(self, console: Console) -> None:
-        """Do it."""
+    def run(self, console: "Console") -> None:
+        """Carry it out."""
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {
-    "demo": DemoCommand,
-    "tasks": TasksCommand,
-    "train": TrainCommand,
-    "tune": TuneCommand,
-    "evaluate": EvaluateCommand,
-    "report": ReportCommand,
-    "query": QueryCommand,
+class Entry(NamedTuple):
+    """Where a subcommand lives. Only the chosen one is imported: most need torch, which takes seconds."""
+
+    module: str
+    dataclass: str
+    help: str
+
+
+COMMANDS = {
+    "demo": Entry("esper.cli.demo", "DemoCommand", "Train a small controller and compare it with rules."),
+    "tasks": Entry("esper.cli.tasks", "TasksCommand", "List the tasks, with the gain of the best seed per slot."),
+    "train": Entry("esper.cli.train", "TrainCommand", "Train a controller on fresh hosts."),
+    "tune": Entry("esper.cli.tune", "TuneCommand", "Search a fixed plan or the heuristic's thresholds."),
+    "evaluate": Entry("esper.cli.evaluate", "EvaluateCommand", "Compare policies on unseen hosts."),
+    "report": Entry("esper.cli.report", "ReportCommand", "Write a run as one HTML page."),
+    "query": Entry("esper.cli.query", "QueryCommand", "Query a run with SQL."),
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of `esper`. A mistake of the user's ends in one line and exit code 2, not in a traceback."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="esper",
-        description="Grow a neural network while it trains.",
-        args=arguments,
-    )
+    """Entry point of `esper`. User errors print one line and exit with code 2."""
     try:
-        command.run(Console())
+        _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
     except EsperError as error:
-        print(f"esper: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(str(error))
     except KeyboardInterrupt:
         print("esper: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _run(arguments: list[str]) -> None:
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "--version"):
+        print(f"esper {__version__}" if name == "--version" else _help())
+        sys.stdout.flush()
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, 1)
+        _fail(f"unknown command {name!r}; {f'did you mean {close[0]!r}?' if close else 'see esper --help'}")
+    from rich.console import Console
+
+    _parse(name, rest).run(Console())
+
+
+def _parse(name: str, arguments: list[str]) -> Command:
+    import tyro
+
+    entry = COMMANDS[name]
+    dataclass: type[Command] = getattr(import_module(entry.module), entry.dataclass)
+    try:
+        return tyro.cli(dataclass, prog=f"esper {name}", args=arguments)
+    finally:
+        sys.stdout.flush()  # help for a reader that has gone fails here, where it is caught
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:10}{entry.help}" for name, entry in COMMANDS.items())
+    return (
+        "usage: esper COMMAND [options]\n\nGrow a neural network while it trains.\n\n"
+        f"commands:\n{commands}\n\nesper COMMAND --help lists the options; esper --version prints the version."
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"esper: {message}", file=sys.stderr)
+    raise SystemExit(2)

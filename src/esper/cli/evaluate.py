@@ -16,15 +16,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from esper.leyline import BadValueError
+from esper.leyline import OTHER_RHOS, BadValueError
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import short_names
-from esper.simic.evaluation.results import OTHER_RHOS, Result
+from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import CLAIM_SEEDS, Claim
 from esper.simic.evaluation.workers import EvaluationConfig
 from esper.simic.training.run_folder import git_hash
-from esper.storage.files import replace_file, storing
+from esper.storage.files import replace_file, storage_errors
 
 
 def policy_table(found: TaskComparison) -> Table:
@@ -179,7 +179,7 @@ class EvaluateCommand:
             content = {**found.to_json(), "provenance": self._provenance()}
             replace_file(self.json.resolve(), dumps(content, indent=1, allow_nan=False) + "\n")
         if self.picture is not None:
-            with storing(self.picture):
+            with storage_errors(self.picture):
                 draw(found, self.picture)
 
     def _provenance(self) -> dict[str, Json]:

@@ -87,7 +87,7 @@ def log_scale(axis: "Axes") -> None:
 
 
 def legend_above(axis: "Axes", inches: float) -> None:
-    """Between title and axes, where no line can pass under it; as many columns as fit into so many inches."""
+    """Between title and axes, where no line can pass under it; as many columns as fit into `inches`."""
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) > 1:
         letters = max(len(label) for label in labels) + 5  # the sign takes the room of five
@@ -129,7 +129,7 @@ def _for_page(tag: str, name: str, used: set[str]) -> str:
 
 
 def to_png(figure: "Figure", pixels: int) -> bytes:
-    """A picture of so many pixels in width, on white."""
+    """A picture on white, `pixels` wide."""
     written = io.BytesIO()
     with style():
         figure.savefig(written, format="png", dpi=pixels / figure.get_figwidth(), facecolor="white")

@@ -40,7 +40,7 @@ def picture(name: str, drawing: Markup, caption: str) -> Markup:
 
 
 def gallery(pictures: Iterable[Markup], columns: Literal["two", "three"] = "three") -> Markup:
-    """Pictures side by side, so many or as many as the window holds."""
+    """Pictures side by side, as many per line as the window holds."""
     return element("div", *pictures, class_=f"gallery {columns}")
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO
 
 from esper.karn.fields import Fields, Json, is_number
-from esper.karn.reading import EVENTS, checked_lines, metric_lines, read_header
+from esper.karn.state import EVENTS, checked_lines, metric_lines, read_header
 from esper.karn.views import LOGS, VIEWS, Log
 from esper.leyline import BadValueError, EsperError, MissingPackageError, UnknownNameError
 from esper.leyline.records import encode
@@ -149,7 +149,7 @@ def columns_of(path: Path) -> dict[str, list[Column]]:
 
 
 def _connect() -> "duckdb.DuckDBPyConnection":
-    """A database in memory alone: what does not fit there is an error, not a file beside whoever asks."""
+    """A database in memory alone: what does not fit there is an error, not a file in the working folder."""
     try:
         import duckdb
     except ImportError as error:

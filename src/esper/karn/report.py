@@ -1,18 +1,17 @@
 """`esper report`: a run folder as one page that needs nothing else."""
 
 import json
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from esper.karn import curves, health, policies, timeline
+from esper.karn import panels, timeline
 from esper.karn.canvas import to_svg, write_whole
-from esper.karn.evaluations import (
-    Evaluation,
-    read_evaluations,
-)
+from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
 from esper.karn.page import Markup, element, folded, gallery, legend, page, paragraph, picture, section, table
-from esper.karn.reading import Run, read_run
-from esper.karn.story import life_of, what_was_learned
+from esper.karn.state import Commit, Episode, Round, RunState, read_run
+from esper.karn.timeline import STANDINGS, marks_of, rank_at
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 
@@ -46,12 +45,12 @@ def write_report(
     if target.is_dir() or not target.resolve().parent.is_dir():
         raise BadValueError(f"{target} cannot be written: it is a folder, or its folder does not exist")
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
-    found = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
-    write_whole(target, build_page(run, found, hosts).encode())
+    read = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
+    write_whole(target, build_page(run, read, hosts).encode())
     return target
 
 
-def build_page(run: Run, evaluations: Sequence[Evaluation], hosts: int) -> str:
+def build_page(run: RunState, evaluations: Sequence[Evaluation], hosts: int) -> str:
     """The whole page."""
     title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
     links = [element("a", name, href=f"#{key}") for key, name in SECTIONS.items()]
@@ -71,7 +70,7 @@ def _section(name: str, *parts: str) -> Markup:
     return section(name, SECTIONS[name], *parts)
 
 
-def _summary(run: Run) -> Markup:
+def _summary(run: RunState) -> Markup:
     facts = {
         "run": str(run.path),
         "task": run.setting("task"),
@@ -105,19 +104,18 @@ def _summary(run: Run) -> Markup:
 
 def _present(sentence: str, of: object, *keys: str) -> str | None:
     """A sentence with values of the configuration; None where one of them is not recorded."""
-    source = of.config if isinstance(of, Run) else of
+    source = of.config if isinstance(of, RunState) else of
     if not isinstance(source, dict) or any(key not in source for key in keys):
         return None
     return sentence.format(*(source[key] for key in keys))
 
 
-def _growth(run: Run, hosts: int) -> Markup:
+def _growth(run: RunState, hosts: int) -> Markup:
     chosen = timeline.choose_hosts(run.episodes[run.shown], hosts)
-    pictures = []
-    for place, (rank, episode) in enumerate(chosen):
-        name = f"host{place}"
-        drawing = to_svg(timeline.draw_host(run, episode), name)
-        pictures.append(picture(name, drawing, life_of(run, rank, episode)))
+    pictures = [
+        picture(f"host{index}", to_svg(timeline.draw_host(run, episode), f"host{index}"), life_of(run, rank, episode))
+        for index, (rank, episode) in enumerate(chosen)
+    ]
     return _section(
         "growth",
         paragraph(
@@ -141,31 +139,29 @@ def _policies(evaluations: Sequence[Evaluation]) -> Markup:
                 class_="note",
             ),
         )
-    parts = [part for place, found in enumerate(evaluations) for part in policies.tell(found, f"policies{place}")]
+    parts = [part for index, each in enumerate(evaluations) for part in evaluation_section(each, f"policies{index}")]
     return _section("policies", *parts)
 
 
-def _learning(run: Run) -> Markup:
-    pictures = []
-    for curve in curves.LEARNING:
-        if any(value is not None for value in run.series(curve.column)):
-            spread = "the middle half of hosts" if curve.of_host else "one standard error of such a share"
-            text = f"{curve.title} after every round: the line is the mean over hosts, the band {spread}."
-            drawing = to_svg(curves.draw_learning(run, curve), curve.column)
-            pictures.append(picture(curve.column, drawing, text))
-    columns = {
+def _learning(run: RunState) -> Markup:
+    pictures = [
+        _panel(run, panel, panel.patterns[0])
+        for panel in panels.LEARNING
+        if any(value is not None for value in run.series(panel.patterns[0]))
+    ]
+    formats = {
         "objective": "+.2f", "objective_std": ".2f", "gain": "+.2f", "accuracy": ".2f", "added_parameters": ".1f",
         "committed": ".2f", "panics": ".0f",
     }  # fmt: skip
-    there = [name for name in columns if name in run.column_names]
+    names = [name for name in formats if name in run.column_names]
     rows = [
         (
             str(entry.number),
-            *(f"{entry.columns[name]:{columns[name]}}" if name in entry.columns else "–" for name in there),
+            *(f"{entry.columns[name]:{formats[name]}}" if name in entry.columns else "–" for name in names),
         )
         for entry in run.rounds
     ]
-    head = ("round", *(name.replace("_", " ") for name in there))
+    head = ("round", *(name.replace("_", " ") for name in names))
     return _section(
         "learning",
         gallery(pictures, "two"),
@@ -173,28 +169,29 @@ def _learning(run: Run) -> Markup:
     )
 
 
-def _decisions(run: Run) -> Markup:
+def _panel(run: RunState, panel: panels.Panel, name: str, columns: list[str] | None = None) -> Markup:
+    return picture(name, to_svg(panels.draw_panel(run, panel, columns), name), panel.meaning)
+
+
+def _decisions(run: RunState) -> Markup:
     parts = []
-    if curves.rows_of(run):
+    if panels.rows_of(run):
         text = (
-            "How often a host germinated a seed of a kind (left), and how often one stayed (right), round by round: the"
-            " lighter the more, blank is never."
+            "How often a host germinated a seed of a kind (left) and committed one (right), round by round: the lighter"
+            " the more, blank is never."
         )
-        parts.append(picture("seeds", to_svg(curves.draw_decisions(run), "seeds"), text))
+        parts.append(picture("seeds", to_svg(panels.draw_decisions(run), "seeds"), text))
     else:
         parts.append(paragraph("No seed was germinated in any round.", class_="note"))
-    if curves.ops_of(run):
+    if panels.ops_of(run):
         text = "Share of each op among all decisions of a round."
-        parts.append(picture("ops", to_svg(curves.draw_ops(run), "ops"), text))
+        parts.append(picture("ops", to_svg(panels.draw_ops(run), "ops"), text))
     return _section("decisions", *parts)
 
 
-def _health(run: Run) -> Markup:
-    drawn, constant = health.panels_of(run)
-    pictures = []
-    for place, (panel, columns) in enumerate(drawn):
-        name = f"health{place}"
-        pictures.append(picture(name, to_svg(health.draw_panel(run, panel, columns), name), panel.meaning))
+def _health(run: RunState) -> Markup:
+    drawn, constant = panels.health_panels(run)
+    pictures = [_panel(run, panel, f"health{index}", columns) for index, (panel, columns) in enumerate(drawn)]
     parts: list[Markup] = [gallery(pictures)] if pictures else []
     if constant:
         listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant)
@@ -202,3 +199,101 @@ def _health(run: Run) -> Markup:
     if not parts:
         parts.append(paragraph("The metrics of this run have no columns of the learner.", class_="note"))
     return _section("health", *parts)
+
+
+# -- the run in words -------------------------------------------------------------------------------------------------
+
+
+def ends_of(run: RunState) -> tuple[list[Round], list[Round]]:
+    """The first and the last rounds, a quarter of the run each and at most five; a single one is both."""
+    size = max(1, min(5, len(run.rounds) // 4))
+    return run.rounds[:size], run.rounds[-size:]
+
+
+def what_was_learned(run: RunState) -> list[str]:
+    """A paragraph of sentences."""
+    first, last = ends_of(run)
+    sentences = [_commits(run, last), _objective(run, first, last)]
+    added = _means(first, "added_parameters"), _means(last, "added_parameters")
+    shares = _means(first, "committed"), _means(last, "committed")
+    if added[1] is not None and shares[1] is not None:
+        sentences.append(
+            f"A host of {_span(last)} ended with {added[1]:.0f} added parameters in the mean, and"
+            f" {100 * shares[1]:.0f} % of hosts kept at least one seed"
+            + (
+                f" ({added[0]:.0f} and {100 * shares[0]:.0f} % in {_span(first)})."
+                if first[0] != last[0] and added[0] is not None and shares[0] is not None
+                else "."
+            )
+        )
+    return sentences
+
+
+def _commits(run: RunState, last: list[Round]) -> str:
+    kept = [commit for entry in last for commit in run.commits.get(entry.number, [])]
+    if not kept:
+        return f"No seed was committed in {_span(last)}."
+    (slot, blueprint), count = Counter((commit.slot, commit.blueprint) for commit in kept).most_common(1)[0]
+    own = [commit for commit in kept if (commit.slot, commit.blueprint) == (slot, blueprint)]
+    return (
+        f"In {_span(last)} the seed committed most was {blueprint} in slot {slot} ({count} of {len(kept)} commits,"
+        f" {100 * count / len(kept):.0f} %): germinated at step {_median(own, 'germinated')} and committed at step"
+        f" {_median(own, 'committed')} in the median, of {run.steps} steps."
+    )
+
+
+def _objective(run: RunState, first: list[Round], last: list[Round]) -> str:
+    before, after = _means(first, "objective"), _means(last, "objective")
+    assert before is not None  # every round has one
+    assert after is not None
+    if len(run.rounds) == 1:
+        return f"The objective of the one round so far is {after:+.2f} points."
+    return f"The objective went from {before:+.2f} points in {_span(first)} to {after:+.2f} in {_span(last)}."
+
+
+def _means(rounds: Sequence[Round], column: str) -> float | None:
+    values = [entry.columns[column] for entry in rounds if column in entry.columns]
+    return statistics.fmean(values) if values else None
+
+
+def _median(commits: Sequence[Commit], name: str) -> str:
+    return f"{statistics.median(getattr(commit, name) for commit in commits):g}"
+
+
+def _span(rounds: Sequence[Round]) -> str:
+    first, last = rounds[0].number, rounds[-1].number
+    return f"round {first}" if first == last else f"rounds {first} to {last}"
+
+
+def rank_name(rank: int, hosts: int) -> str:
+    """How a host stands among those of its round."""
+    if hosts == 1:
+        return "the only one"
+    for name, share in STANDINGS.items():
+        if rank == rank_at(share, hosts) and (name != "median" or hosts > 2):
+            return f"the {name} of {hosts}"
+    return f"number {rank + 1} of {hosts}"
+
+
+def life_of(run: RunState, rank: int, episode: Episode) -> str:
+    """One host in a sentence or two: the caption of its timeline."""
+    changes = [change for change in run.changes if change.env == episode.env]
+    kinds = Counter(mark.kind for mark in marks_of(changes))
+    panics = [panic for panic in run.panics if panic.env == episode.env]
+    parts = [
+        f"Host {episode.env}, {rank_name(rank, len(run.episodes[run.shown]))} by objective ({episode.objective:+.2f}):"
+        f" {_times(kinds['birth'], 'birth')}, {_times(kinds['commit'], 'commit')}, {_times(kinds['cut'], 'cut')};"
+        f" hardened it reached {episode.accuracy:.1f} %, {episode.gain:+.1f} points against its control, with"
+        f" {episode.added_parameters:.0f} added parameters."
+    ]
+    parts += [
+        f" After step {panic.step} the governor took it back ({', '.join(panic.symptoms) or 'no symptom recorded'})."
+        for panic in panics
+    ]
+    if episode.accuracies is None:
+        parts.append(" The log of this run has no curves of accuracy and alpha: only stages are shown.")
+    return "".join(parts)
+
+
+def _times(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"

@@ -1,7 +1,7 @@
 """The growth of one host over its steps: what each slot went through, and how the accuracy followed.
 
-The horizontal axis counts steps trained: the decision of step s is taken at s, its training fills s to s + 1, and what
-was measured after it stands at s + 1.
+The horizontal axis counts steps trained. The decision of step s is taken at s, its training fills s to s + 1, and its
+measurements stand at s + 1.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from esper.karn import colours
 from esper.karn.canvas import new_figure, style, to_png, whole_ticks, write_whole
-from esper.karn.reading import Episode, Run, StageEvent, read_run
+from esper.karn.panels import gaps
+from esper.karn.state import Episode, RunState, StageEvent, read_run
 from esper.leyline import SeedStage, UnknownNameError
 
 if TYPE_CHECKING:
@@ -52,16 +53,16 @@ _BAR = 0.6
 
 def spans_of(changes: Sequence[StageEvent], steps: int) -> list[Span]:
     """Bars of one host, empty slots left out; what happened in no time leaves no bar."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for slot in dict.fromkeys(change.slot for change in changes):
         own = [change for change in changes if change.slot == slot]
         ends = [*(change.at for change in own[1:]), steps]
-        found += [
+        spans += [
             Span(slot, change.target, change.at, end, change.blueprint)
             for change, end in zip(own, ends, strict=True)
             if change.target is not SeedStage.DORMANT and end > change.at
         ]
-    return found
+    return spans
 
 
 def marks_of(changes: Sequence[StageEvent]) -> list[Mark]:
@@ -74,7 +75,7 @@ def marks_of(changes: Sequence[StageEvent]) -> list[Mark]:
 
 
 def choose_hosts(episodes: Sequence[Episode], count: int) -> list[tuple[int, Episode]]:
-    """(rank from 0, episode) of so many hosts, best first: the best, the median, the worst, then those between."""
+    """(rank from 0, episode) of `count` hosts, best first: the best, the median, the worst, then those between."""
     ranked = ranking(episodes)
     ranks = dict.fromkeys(rank_at(share, len(ranked)) for share in STANDINGS.values())
     parts = 2
@@ -94,7 +95,7 @@ def rank_at(share: float, hosts: int) -> int:
     return int(share * (hosts - 1) + 0.5)
 
 
-def draw_host(run: Run, episode: Episode, *, title: str = "", with_legend: bool = False) -> "Figure":
+def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: bool = False) -> "Figure":
     """Accuracy above, one lane per slot below; without curves in the log, the lanes alone."""
     curves = episode.accuracies is not None
     changes = [change for change in run.changes if change.env == episode.env]
@@ -137,7 +138,7 @@ def _draw_accuracy(axis: "Axes", episode: Episode) -> None:
 
 
 def _draw_lanes(axis: "Axes", slots: list[str], changes: list[StageEvent], steps: int) -> None:
-    lane = {slot: place for place, slot in enumerate(reversed(slots))}
+    lane = {slot: index for index, slot in enumerate(reversed(slots))}
     spans = spans_of(changes, steps)
     for span in spans:
         axis.broken_barh(
@@ -174,16 +175,12 @@ def _draw_lanes(axis: "Axes", slots: list[str], changes: list[StageEvent], steps
 
 def _draw_alphas(axis: "Axes", slots: list[str], episode: Episode) -> None:
     """Inside the bar: its lower edge is 0, its upper edge 1. Constant within a step."""
-    lane = {slot: place for place, slot in enumerate(reversed(slots))}
+    lane = {slot: index for index, slot in enumerate(reversed(slots))}
     for slot, alphas in (episode.alphas or {}).items():
         edges = [at for step in range(len(alphas)) for at in (step, step + 1)]
         heights = [lane[slot] + _BAR * alpha if alpha > 0 else None for alpha in alphas for _ in (0, 1)]
         for width, colour in ((3.4, colours.AROUND), (1.5, colours.ON_BARS)):
-            axis.plot(edges, _gaps(heights), color=colour, linewidth=width, solid_capstyle="butt", zorder=4)
-
-
-def _gaps(values: list[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
+            axis.plot(edges, gaps(heights), color=colour, linewidth=width, solid_capstyle="butt", zorder=4)
 
 
 def stage_legend() -> list[tuple[str, str]]:

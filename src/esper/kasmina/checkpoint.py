@@ -33,7 +33,7 @@ from esper.leyline import (
     UnknownNameError,
 )
 from esper.leyline.records import Json, decode, encode
-from esper.storage.stored import StoredFormat, read_stored, refusal, write_stored
+from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -78,7 +78,7 @@ class SavedModel:
 
 def check_model(model: SavedModel, where: str) -> None:
     """What the types do not tell."""
-    with refusal(where):
+    with checkpoint_errors(where):
         if model.dtype not in DTYPES:
             raise UnknownNameError("dtype", model.dtype, DTYPES)
         if model.host.kind is not None and model.host.kind not in Host.KINDS:
@@ -103,7 +103,7 @@ def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
     if state.blueprint is not None:
         if spec is None:
             raise CheckpointError(f"{where}: a {state.blueprint!r} seed where nothing is known of what passes")
-        with refusal(where):
+        with checkpoint_errors(where):
             misfit = BlueprintRegistry.spec(spec.topology, state.blueprint).misfit(spec.width, spec.resolution)
         if misfit is not None:
             raise CheckpointError(f"{where}: blueprint {state.blueprint!r} does not fit: {misfit}")
@@ -156,7 +156,7 @@ class Checkpoint:
                 "and hand it in: load(folder, model)"
             )
         # Unknown arguments are a TypeError, values out of range a ValueError or torch's RuntimeError.
-        with refusal(f"{self.folder}: {host.kind} of {host.config}"), torch.random.fork_rng(devices=[]):
+        with checkpoint_errors(f"{self.folder}: {host.kind} of {host.config}"), torch.random.fork_rng(devices=[]):
             built = Host.KINDS[host.kind](**host.config or {}).to(DTYPES[self.model.dtype])
             for slot_id in slot_ids:
                 built.slot_index(slot_id)
@@ -182,7 +182,7 @@ def save(
         frozen=tuple(name for name, p in _parameters(body.host, slots).items() if not p.requires_grad),
     )
     # Nothing is written that `read` and `restore` would refuse.
-    with refusal("the model cannot be stored so that it could be loaded again"):
+    with checkpoint_errors("the model cannot be stored so that it could be loaded again"):
         plain_model = encode(model)
         check_model(decode(SavedModel, json.loads(json.dumps(plain_model, allow_nan=False)), "model"), "the model")
     if model.host.kind is not None:
@@ -217,7 +217,7 @@ def read(folder: Path) -> Checkpoint:
     where = str(folder / MODEL.document)
     if set(content) != {"model"}:
         raise CheckpointError(f"{where} holds {sorted(content)}; allowed: ['model']")
-    with refusal(where):
+    with checkpoint_errors(where):
         model: SavedModel = decode(SavedModel, content["model"], "model")
     check_model(model, where)
     return Checkpoint(folder, model, tensors)
@@ -275,7 +275,7 @@ def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
     """The slot anew, with its seed, beside the body."""
     slot = SeedSlot(entry.spec or entry.state.slot_id)
     if entry.state.blueprint is not None:
-        with refusal(f"{where}: slot {entry.state.slot_id!r}"):
+        with checkpoint_errors(f"{where}: slot {entry.state.slot_id!r}"):
             slot.plant(entry.state, 0, like=body.like(entry.state.slot_id))
     return slot
 

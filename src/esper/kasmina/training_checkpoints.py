@@ -26,10 +26,9 @@ from esper.kasmina.random_state import RandomState
 from esper.leyline import CheckpointError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json, decode, encode
-from esper.storage.files import folder_taken, replace_folder, storing
-from esper.storage.machine import Machine
+from esper.storage.files import folder_lock, replace_folder, storage_errors
 from esper.storage.series import KEEP, Series
-from esper.storage.stored import StoredFormat, read_stored, refusal, write_stored
+from esper.storage.stored import Machine, StoredFormat, checkpoint_errors, read_stored, write_stored
 
 State = Any  # nested dicts, lists and tuples of tensors, numbers, words and None
 
@@ -115,7 +114,7 @@ class _Hold:
 
     def __init__(self, folder: Path) -> None:
         taken = ExitStack()
-        taken.enter_context(folder_taken(folder))
+        taken.enter_context(folder_lock(folder))
         finalize(self, taken.close)
 
 
@@ -161,8 +160,8 @@ class TrainingCheckpoints:
             model.save(new / "model")
             write_stored(new / "training", TRAINING, content, tensors)
 
-        place = self.series.place(step)
-        with storing(place):
+        place = self.series.path_of(step)
+        with storage_errors(place):
             place.parent.mkdir(parents=True, exist_ok=True)
         self._held = _hold(place.parent)
         self.series.require_newest(step)
@@ -186,7 +185,7 @@ class TrainingCheckpoints:
         found.saved.machine.warn_of_differences()
         model.restore(found.model)
         for name, part in parts.items():
-            with refusal(f"{self.series.folder}: {name}"):
+            with checkpoint_errors(f"{self.series.folder}: {name}"):
                 _restore(part, found.parts[name])
         found.random.restore()
         return found.saved.step
@@ -196,7 +195,7 @@ def _read(step: int, place: Path) -> _Found:
     """All of a checkpoint, proven whole."""
     model = checkpoint.read(place / "model")
     content, tensors = read_stored(place / "training", TRAINING)
-    with refusal(str(place)):
+    with checkpoint_errors(str(place)):
         saved: SavedTraining = decode(SavedTraining, content["training"], "training")
         if saved.step != step:
             raise CheckpointError(f"{place} holds the checkpoint of step {saved.step}: it was copied or renamed")

@@ -1,4 +1,4 @@
-"""What crosses the borders between subsystems: stages, ops and action heads, slots, signals, outcomes, errors."""
+"""Values that the other packages exchange: stages, ops and action heads, slots, signals, outcomes, errors."""
 
 from esper.leyline.actions import (
     ALPHA_CURVES,
@@ -30,26 +30,34 @@ from esper.leyline.errors import (
 )
 from esper.leyline.numbers import derive_seed
 from esper.leyline.outcomes import (
-    EpisodeOutcome,
+    OTHER_RHOS,
+    RHO,
     GateResult,
     HostSignals,
     Measurement,
     SeedReport,
     StageChange,
     mean_of,
+    objective,
+    rent,
 )
-from esper.leyline.slots import TOPOLOGIES, BlueprintOffer, SlotConfig, SlotSpec, Topology, slot_id
-from esper.leyline.stages import (
+from esper.leyline.slots import (
     ACTIVE_STAGES,
     COOLDOWN_STAGES,
     LIVE_STAGES,
+    TOPOLOGIES,
     TRANSITIONS,
+    BlueprintOffer,
     SeedStage,
+    SlotConfig,
+    SlotSpec,
+    Topology,
     can_transition,
+    slot_id,
 )
 
 DEFAULT_GAMMA = 1.0
-"""Discount of rewards and of their shaping alike: with 1 the shaped reward sums to the objective itself."""
+"""Discount of rewards and of their shaping. With 1, the shaped rewards of an episode sum to the objective."""
 
 __all__ = [
     "ACTIVE_STAGES",
@@ -61,7 +69,9 @@ __all__ = [
     "HEAD_NAMES",
     "HEAD_PRESETS",
     "LIVE_STAGES",
+    "OTHER_RHOS",
     "RELEVANCE",
+    "RHO",
     "TOPOLOGIES",
     "TRANSITIONS",
     "BadValueError",
@@ -69,7 +79,6 @@ __all__ = [
     "BlueprintOffer",
     "CheckpointError",
     "DataError",
-    "EpisodeOutcome",
     "EsperError",
     "FleetMemoryError",
     "GateRefusedError",
@@ -95,6 +104,8 @@ __all__ = [
     "derive_seed",
     "head_preset",
     "mean_of",
+    "objective",
     "relevance",
+    "rent",
     "slot_id",
 ]

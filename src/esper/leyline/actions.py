@@ -1,7 +1,6 @@
-"""What a controller can do: six ops, and the table of heads of which an action is composed.
+"""What a controller can do: six ops, and the table of heads that make up an action.
 
-The table is data. Masks, buffers, log-probs, entropies, network heads and telemetry are loops over it, so a new head is
-one line here.
+Masks, buffers, log-probs, entropies, network heads and telemetry loop over the table. A new head is one line here.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from esper.leyline.errors import UnknownNameError
 
 
 class LifecycleOp(IntEnum):
-    """One decision about one slot (or none)."""
+    """The kind of a decision about one slot, or none."""
 
     WAIT = 0
     GERMINATE = 1
@@ -34,16 +33,16 @@ Choices = tuple[LifecycleOp, ...] | tuple[str, ...] | tuple[int, ...] | tuple[fl
 
 @dataclass(frozen=True)
 class Head:
-    """One factor of the action: its choices, the ops for which it matters, what it is set to otherwise."""
+    """One factor of an action: its choices, the ops that use it, and its index for all other ops."""
 
     name: str
     choices: Choices | Literal["slots", "blueprints"]
-    """The values by index, or whose list they come from: the host's slots, the slot's blueprints."""
+    """The values by index, or the list that holds them: the host's slots, the slot's blueprints"""
     ops: tuple[LifecycleOp, ...]
     placeholder: int = 0
 
     def size(self, slots: int, blueprints: int) -> int:
-        """Number of choices for a host with so many slots and a list of so many blueprints."""
+        """Number of choices, given the number of slots and of blueprints."""
         if self.choices == "slots":
             return slots
         if self.choices == "blueprints":
@@ -65,7 +64,7 @@ HEAD_NAMES: tuple[str, ...] = tuple(head.name for head in HEADS)
 
 
 def relevance(heads: tuple[Head, ...]) -> Mapping[LifecycleOp, frozenset[str]]:
-    """Heads that matter, per op. Raises where the table forgets an op: each must be listed by the `op` head itself."""
+    """The heads that each op uses. Raises RuntimeError unless the `op` head lists every op."""
     listed = {op for head in heads if head.name == "op" for op in head.ops}
     if forgotten := [op.name for op in LifecycleOp if op not in listed]:
         raise RuntimeError(f"the head table says nothing about {forgotten}: list each op in the row of head 'op'")
@@ -77,7 +76,7 @@ RELEVANCE = relevance(HEADS)
 
 @dataclass(frozen=True)
 class HeadPreset:
-    """The heads and ops that a controller may use; all other heads keep their placeholder."""
+    """The heads and ops that a controller may use. Other heads stay at their placeholder."""
 
     name: str
     head_names: tuple[str, ...]
@@ -85,17 +84,14 @@ class HeadPreset:
 
     @property
     def heads(self) -> tuple[Head, ...]:
-        """The rows of the head table in this preset, in the table's order."""
+        """The heads of this preset, in the order of the table."""
         return tuple(head for head in HEADS if head.name in self.head_names)
 
 
 HEAD_PRESETS: Mapping[str, HeadPreset] = MappingProxyType(
     {
-        preset.name: preset
-        for preset in (
-            HeadPreset("core", ("op", "slot", "blueprint"), (_WAIT, _GERMINATE, _PRUNE, _FOSSILIZE, _ADVANCE)),
-            HeadPreset("full", HEAD_NAMES, tuple(LifecycleOp)),
-        )
+        "core": HeadPreset("core", ("op", "slot", "blueprint"), (_WAIT, _GERMINATE, _PRUNE, _FOSSILIZE, _ADVANCE)),
+        "full": HeadPreset("full", HEAD_NAMES, tuple(LifecycleOp)),
     }
 )
 

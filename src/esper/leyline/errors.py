@@ -1,14 +1,13 @@
-"""Errors that name the value that was given and what is allowed instead.
+"""Errors, which name the given value and what is allowed instead.
 
-Each is also the built-in error that a caller would expect (ValueError, RuntimeError …), so code that does not know
-Esper can still catch it.
+Each also derives from a built-in error (ValueError, RuntimeError, …), so callers can catch it without importing Esper.
 """
 
 from collections.abc import Iterable
 
 
 class EsperError(Exception):
-    """Root of everything that Esper raises on purpose."""
+    """Base class of Esper's errors."""
 
 
 class UnknownNameError(EsperError, ValueError):
@@ -24,11 +23,11 @@ class BadValueError(EsperError, ValueError):
 
 
 class StageError(EsperError, RuntimeError):
-    """A transition that the lifecycle does not have."""
+    """A transition that does not exist in the lifecycle."""
 
 
 class GateRefusedError(EsperError, RuntimeError):
-    """A legal transition whose gate did not pass; the message lists the reasons."""
+    """A transition that its gate refuses; the message lists the reasons."""
 
 
 class SlotOccupiedError(EsperError, RuntimeError):
@@ -40,15 +39,15 @@ class HostMismatchError(EsperError, ValueError):
 
 
 class BlueprintContractError(EsperError, AssertionError):
-    """A blueprint that breaks a clause of its contract."""
+    """A blueprint that violates its contract."""
 
 
 class CheckpointError(EsperError, ValueError):
-    """A checkpoint that is damaged, foreign or of another version."""
+    """A checkpoint that is damaged, or that has another format or version."""
 
 
 class StorageError(EsperError, OSError):
-    """A file or folder that cannot be written: a full disk, no permission. What was whole on disk still is."""
+    """A file or folder that cannot be written: a full disk, no permission. The old content is intact."""
 
 
 class DataError(EsperError, ValueError):
@@ -56,11 +55,11 @@ class DataError(EsperError, ValueError):
 
 
 class FleetMemoryError(EsperError, MemoryError):
-    """A fleet that does not fit into memory; the message says how many hosts would."""
+    """A fleet that does not fit in memory; the message gives the number of hosts that would."""
 
 
 class MissingPackageError(EsperError, ImportError):
-    """Something was asked for whose package, an extra of Esper's, is not installed."""
+    """An optional package that is needed and not installed."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs the package {package}, which is not installed: pip install '{extra}'")

@@ -1,4 +1,4 @@
-"""Numbers from outside: checks of their range, and seeds derived from names."""
+"""Range checks, random seeds derived from names, and Student's t."""
 
 import hashlib
 import math
@@ -32,6 +32,29 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part and on their order, the same on every machine and in every process."""
+    """A 63-bit random seed from all parts in their order, equal on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def t_quantile(freedom: float) -> float:
+    """The 97.5 % point of Student's t, by bisection of the two-sided p-value."""
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(middle, 1.0, freedom) > 0.05 else (low, middle)
+    return high
+
+
+def p_value(mean: float, error: float, freedom: float) -> float:
+    """The two-sided p-value of a mean under Student's t, by numerical integration of its density."""
+    import numpy as np  # here, because the command line starts without it
+
+    if error == 0:
+        return 0.0 if mean else 1.0
+    t = abs(mean) / error
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    # Substituting x = √ν·tan(u) makes the tail a finite stretch.
+    angles = np.linspace(math.atan(t / math.sqrt(freedom)), math.pi / 2, 4001)
+    density = np.cos(angles) ** (freedom - 1)
+    return float(min(1.0, 2 * scale * math.sqrt(freedom) * np.trapezoid(density, angles)))

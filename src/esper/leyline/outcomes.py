@@ -1,26 +1,47 @@
-"""What came of something: measurements with their error, verdicts of gates, changes of stage, ends of episodes."""
+"""Rent and objective, measurements with their error, results of gates, and the signals of a host."""
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from esper.leyline.stages import SeedStage
+from esper.leyline.slots import SeedStage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RHO = 2.0
+"""Rent in points per doubling of the host"""
+OTHER_RHOS = (1.0, 4.0)
+"""Other rents at which an evaluation scores its hosts, to show whether a ranking depends on the price"""
+
+Number = TypeVar("Number", float, "Tensor")
+
+
+def rent(added: Number, host: Number | float, rho: float = RHO) -> Number:
+    """ρ · log2(1 + added parameters / host parameters), in points."""
+    growth = 1 + added / host
+    return rho * (math.log2(growth) if isinstance(growth, float) else growth.log2())
+
+
+def objective(gain: Number, added: Number, host: Number | float, rho: float = RHO) -> Number:
+    """Gain minus rent, in points."""
+    return gain - rent(added, host, rho)
 
 
 class Measurement(NamedTuple):
-    """A measured value and its standard error, in the same unit. What was not measured is None, never 0."""
+    """A value and its standard error, in the same unit. A missing measurement is None, never 0."""
 
     value: float
     error: float
 
     @property
     def beyond_error(self) -> bool:
-        """Positive by more than its own error."""
+        """Whether the value is positive by more than its error."""
         return self.value > self.error
 
 
 def mean_of(measurements: tuple[Measurement, ...]) -> Measurement | None:
-    """Mean of independent measurements, error propagated; None where there is none."""
+    """Mean of independent measurements with its error; None if there are none."""
     if not measurements:
         return None
     count = len(measurements)
@@ -29,7 +50,7 @@ def mean_of(measurements: tuple[Measurement, ...]) -> Measurement | None:
 
 
 class GateResult(NamedTuple):
-    """A gate's verdict; `score` in [0, 1] says how far the conditions are met, `reasons` what is missing."""
+    """The result of a gate: `score` is the share of its conditions that hold, `reasons` lists the others."""
 
     passed: bool
     score: float
@@ -38,41 +59,18 @@ class GateResult(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChange:
-    """A slot went from one stage to another."""
+    """A slot's change from one stage to another."""
 
     slot_id: str
     source: SeedStage
     target: SeedStage
     cause: str
-    """The verb or timer behind it: germinate, advance, tick, prune …"""
-
-
-@dataclass(frozen=True)
-class EpisodeOutcome:
-    """How an episode ended: the hardened host against its control, on the same images."""
-
-    accuracy: float
-    control_accuracy: float
-    added_parameters: int
-    host_parameters: int
-
-    @property
-    def gain(self) -> float:
-        """Points over the control."""
-        return self.accuracy - self.control_accuracy
-
-    def rent(self, points_per_doubling: float = 2.0) -> float:
-        """ρ · log2(1 + grown parameters / host parameters), in points."""
-        return points_per_doubling * math.log2(1 + self.added_parameters / self.host_parameters)
-
-    def objective(self, points_per_doubling: float = 2.0) -> float:
-        """Gain minus rent."""
-        return self.gain - self.rent(points_per_doubling)
+    """The verb or timer behind it: germinate, advance, tick, prune, …"""
 
 
 @dataclass(frozen=True)
 class SeedReport:
-    """One slot as a controller sees it; None where a value does not exist or was not measured."""
+    """One slot as a controller sees it. A value that does not exist or was not measured is None."""
 
     slot_id: str
     stage: SeedStage
@@ -98,7 +96,7 @@ class SeedReport:
 
 @dataclass(frozen=True)
 class HostSignals:
-    """One host after a step: where it stands and what its slots hold."""
+    """One host after a step: losses, accuracies, sizes and slots."""
 
     step: int
     total_steps: int

@@ -1,4 +1,4 @@
-"""A progress bar where there is a terminal and rich; nothing otherwise."""
+"""A progress bar, if stderr is a terminal and rich is installed."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Advance(Protocol):
-    """Moves a bar on by an amount, with a few words beside it."""
+    """Advances a bar by an amount and shows a short text."""
 
     def __call__(self, amount: int, words: str = "") -> None: ...
 
@@ -18,29 +18,23 @@ def _ignore(amount: int, words: str = "") -> None:
 
 @contextmanager
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
-    """Show a bar on stderr while the block runs; yields the function that moves it on."""
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-    except ImportError:
-        yield _ignore
-        return
+    """Show a bar on stderr while the block runs, and yield the function that advances it."""
     if not shown or not sys.stderr.isatty():
         yield _ignore
         return
-    counter = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), counter, TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[words]}"), console=Console(stderr=True), transient=True) as bar:
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        yield _ignore
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[words]}"),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total, words="")
-
-        def advance(amount: int, words: str = "") -> None:
-            bar.update(task, advance=amount, words=words)
-
-        yield advance
+        yield lambda amount, words="": bar.update(task, advance=amount, words=words)

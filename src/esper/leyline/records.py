@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON and back, strictly: what is read has exactly the fields and types of its dataclass."""
+"""Frozen dataclasses as JSON and back. Reading is strict: fields and types must match the dataclass exactly."""
 
 import math
 from dataclasses import asdict, fields, is_dataclass
@@ -13,7 +13,7 @@ Json = Any  # parsed JSON, or what will become JSON
 
 
 def encode(value: Json) -> Json:
-    """Plain JSON. It has no infinity: such floats become the strings 'inf', '-inf' and 'nan'."""
+    """Convert to plain JSON. Floats that JSON lacks become the strings 'inf', '-inf' and 'nan'."""
     if is_dataclass(value) and not isinstance(value, type):
         return encode(asdict(value))
     if isinstance(value, dict):
@@ -26,7 +26,7 @@ def encode(value: Json) -> Json:
 
 
 def decode(hint: Any, value: Json, where: str) -> Any:  # Any: a type, and a value of it
-    """`value` as `hint` says, strictly: objects have exactly the fields of their dataclass, an int is no bool."""
+    """Convert JSON to the type `hint`. Objects must have exactly the fields of their dataclass; a bool is no int."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return None if value is None else decode(next(h for h in inner if h is not NoneType), value, where)

@@ -1,23 +1,79 @@
-"""Slots: the places in a host where something may grow, described without any module."""
+"""Slots of a host, and the stages in the life of the seed in a slot.
 
+    DORMANT → GERMINATED → TRAINING → BLENDING ⇄ HOLDING → FOSSILIZED
+                  └────────────┴──────────┴─────────┘
+                                  ↓
+                  PRUNED → EMBARGOED → RESETTING → DORMANT
+
+One table lists the transitions; the gates decide whether one may happen now (`esper.kasmina.gates`).
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from esper.leyline.errors import BadValueError, UnknownNameError
+
+
+class SeedStage(IntEnum):
+    """The stage of a slot. Values are dense, so they index tensors."""
+
+    DORMANT = 0
+    GERMINATED = 1
+    TRAINING = 2
+    BLENDING = 3
+    HOLDING = 4
+    FOSSILIZED = 5
+    PRUNED = 6
+    EMBARGOED = 7
+    RESETTING = 8
+
+
+# The first entry is where `advance` leads.
+TRANSITIONS: Mapping[SeedStage, tuple[SeedStage, ...]] = MappingProxyType(
+    {
+        SeedStage.DORMANT: (SeedStage.GERMINATED,),
+        SeedStage.GERMINATED: (SeedStage.TRAINING, SeedStage.PRUNED),
+        SeedStage.TRAINING: (SeedStage.BLENDING, SeedStage.PRUNED),
+        SeedStage.BLENDING: (SeedStage.HOLDING, SeedStage.PRUNED),
+        SeedStage.HOLDING: (SeedStage.FOSSILIZED, SeedStage.BLENDING, SeedStage.PRUNED),
+        SeedStage.FOSSILIZED: (),
+        SeedStage.PRUNED: (SeedStage.EMBARGOED,),
+        SeedStage.EMBARGOED: (SeedStage.RESETTING,),
+        SeedStage.RESETTING: (SeedStage.DORMANT,),
+    }
+)
+
+LIVE_STAGES = frozenset(
+    {SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED}
+)
+"""A seed module exists."""
+ACTIVE_STAGES = frozenset({SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED})
+"""The seed acts on the main row."""
+COOLDOWN_STAGES = frozenset({SeedStage.PRUNED, SeedStage.EMBARGOED, SeedStage.RESETTING})
+"""The slot rests after a prune."""
+
+
+def can_transition(source: SeedStage, target: SeedStage) -> bool:
+    """Whether the table has the transition from `source` to `target`."""
+    return target in TRANSITIONS[source]
+
 
 Topology = Literal["image", "tokens", "vector"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 
 
 def slot_id(row: int, column: int) -> str:
-    """`r<row>c<col>`: column = block, row 0 = before the block's pool (or where there is none), row 1 = after it."""
+    """`r<row>c<column>`: the column is the block, row 0 lies before its pooling (if any), row 1 after it."""
     return f"r{row}c{column}"
 
 
 @dataclass(frozen=True)
 class BlueprintOffer:
-    """A blueprint that fits a slot, with its true parameter count at the slot's width."""
+    """A blueprint that fits a slot, with its number of parameters at the slot's width."""
 
     name: str
     min_width: int
@@ -27,7 +83,7 @@ class BlueprintOffer:
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """One slot: what passes there, and what may grow there."""
+    """One slot: the activation that passes it, and the blueprints that fit."""
 
     slot_id: str
     width: int
@@ -35,7 +91,7 @@ class SlotSpec:
     position: float
     """Depth in the host: 0 at its input, 1 at its output."""
     resolution: int | None = None
-    """Side of the image or length of the sequence there; None where it is not known."""
+    """Side of the image or length of the sequence; None if unknown."""
     blueprints: tuple[BlueprintOffer, ...] = ()
 
     def __post_init__(self) -> None:
@@ -49,7 +105,7 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class SlotConfig:
-    """The slots of a task in order; features, masks, heads and buffers are all built from this one object."""
+    """The slots of a task in order. Features, masks, heads and buffers are built from it."""
 
     slots: tuple[SlotSpec, ...]
 
@@ -61,16 +117,16 @@ class SlotConfig:
 
     @property
     def slot_ids(self) -> tuple[str, ...]:
-        """Ids in the order of the action index."""
+        """Ids in the order of the slot head."""
         return tuple(slot.slot_id for slot in self.slots)
 
     @cached_property
     def blueprint_names(self) -> tuple[str, ...]:
-        """Every blueprint offered anywhere, in order of first appearance: the choices of the blueprint head."""
+        """The choices of the blueprint head: every offered name once, in order of first appearance."""
         return tuple(dict.fromkeys(offer.name for slot in self.slots for offer in slot.blueprints))
 
     def index(self, wanted: str) -> int:
-        """Position of a slot id in the action index."""
+        """Index of a slot id in the slot head."""
         if wanted not in self.slot_ids:
             raise UnknownNameError("slot", wanted, self.slot_ids)
         return self.slot_ids.index(wanted)

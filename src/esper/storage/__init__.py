@@ -1,1 +1,1 @@
-"""Everything that touches a disk: files, folders of tensors, numbered series, locks and logs."""
+"""Reading and writing: atomic files and folders, folders of tensors, numbered series, locks, logs and signals."""

@@ -1,50 +1,46 @@
-"""Locks of files and folders. The system releases them when a process ends, however it ends."""
+"""Exclusive locks of files and folders. The system releases them when their process ends, even if it is killed."""
 
 import os
 from pathlib import Path
 
+from esper.leyline.errors import BadValueError
+
 if os.name == "posix":
     import fcntl
 
+_held: set[int] = set()
+"""Handles of the locks that this process holds"""
 
-def take_lock(path: Path) -> int | None:
-    """A handle that locks a file or a folder, for `let_go`; None where somebody else has it. Where the system has no
-    such locks it is always None: see `is_taken`."""
+
+def acquire(path: Path, *, wait: bool = False) -> int:
+    """Lock a file or folder and return the handle for `release`. Raises BadValueError if it is locked, or waits."""
     if os.name != "posix":
-        return None
+        return -1  # no such locks
     handle = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(handle)
-        return None
+        raise BadValueError(
+            f"{path} is being written by another process, or by another object of this one; end that first"
+        ) from None
     except OSError:
         pass  # a file system without locks
-    _locks.add(handle)
+    _held.add(handle)
     return handle
 
 
-def is_taken(lock: int | None) -> bool:
-    """Whether what `take_lock` gave means that somebody else has it."""
-    return lock is None and os.name == "posix"
+def release(handle: int) -> None:
+    """Release a lock, unless this process was forked from the one that holds it."""
+    if handle in _held:
+        _held.remove(handle)
+        os.close(handle)
 
 
-_locks: set[int] = set()
-"""Handles of what this process has locked."""
+def _release_all() -> None:
+    for handle in tuple(_held):
+        release(handle)
 
 
-def let_go(lock: int | None) -> None:
-    """Of a lock, unless this process was forked from the one that took it."""
-    if lock in _locks:
-        _locks.remove(lock)
-        os.close(lock)
-
-
-def _let_go_of_all() -> None:
-    """In a forked process: a lock lasts as long as any process has its handle open, and this one may live longer."""
-    for lock in list(_locks):
-        let_go(lock)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_of_all)
+if hasattr(os, "register_at_fork"):  # a lock lasts as long as any process has its handle, and a child may live longer
+    os.register_at_fork(after_in_child=_release_all)

@@ -1,57 +1,49 @@
-"""Things on disk: a folder with tensors in safetensors and everything else in JSON, proven whole when it is read.
+"""Folders with tensors in safetensors and everything else in JSON. Reading one proves that it is complete.
 
-    model.json            {"format", "version", ...what is stored..., "weights": {"size", "sha256"}, "checksum"}
-    weights.safetensors   tensors and nothing else: reading them executes nothing
+    model.json            {"format", "version", ...the content..., "weights": {"size", "sha256"}, "checksum"}
+    weights.safetensors   tensors only: reading them executes nothing
 
-The checksum is over all of the JSON but itself, and the JSON has the digest of the weights: no byte of either file
-changes unnoticed, but for the layout of the JSON. Both files are complete in a temporary folder beside the target
-before that is renamed into its place. What the content means, and which tensors there must be, the caller knows.
+The checksum covers the rest of the JSON, and the JSON holds the digest of the weights. So no byte of either file can
+change unnoticed, except for the formatting of the JSON. The caller knows what the content means and which tensors it
+needs.
 """
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, EsperError, StorageError
-from esper.leyline.records import Json, decode, encode
-from esper.storage.files import present_folder, replace_folder, sync_to_disk
+from esper.leyline.records import Json, encode
+from esper.storage.files import existing_folder, replace_folder, sync_to_disk
 
 OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})
-"""Keys of the JSON that are not the caller's."""
+"""Keys of the JSON that are not the caller's"""
 
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """What a folder says of itself, and the names of its two files."""
+    """Name and version of a format, and the names of its two files."""
 
     name: str
     version: int
     document: str
-    """File name of the JSON."""
+    """File name of the JSON"""
     weights: str
-    """File name of the tensors."""
-    history: Mapping[int, str] = field(default_factory=dict)
-    """What other versions were, for the one who meets such a folder."""
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """The weights file as it was written."""
-
-    size: int
-    sha256: str
+    """File name of the tensors"""
 
 
 @contextmanager
-def refusal(where: str) -> Iterator[None]:
-    """What goes wrong inside is the fault of what is being stored or read, but for a disk that is full."""
+def checkpoint_errors(where: str) -> Iterator[None]:
+    """Turn an error that bad data can cause into a CheckpointError. A full disk stays a StorageError."""
     try:
         yield
     except (CheckpointError, StorageError):
@@ -60,101 +52,102 @@ def refusal(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
 def write_stored(folder: Path, kind: StoredFormat, content: Mapping[str, Json], tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder. One of its kind that is there already is replaced as a whole, when the new one is complete."""
-    if taken := sorted(OWN_KEYS & set(content)):
-        raise CheckpointError(f"{folder}: the keys {taken} are the format's own; give the content other names")
-    with refusal("the content cannot be stored as JSON"):
+    """Write a folder, or replace one of the same format as a whole."""
+    if clashes := sorted(OWN_KEYS & set(content)):
+        raise CheckpointError(f"{folder}: the format itself uses the keys {clashes}; rename those of the content")
+    with checkpoint_errors("the content cannot be stored as JSON"):
         plain = encode(dict(content))
         if json.loads(json.dumps(plain, allow_nan=False)) != plain:
-            raise CheckpointError("the content would come back as another: keys of JSON objects are strings")
-    with refusal("the weights cannot be stored"):
-        # The digest is of these bytes: what the disk makes of them is not blessed by it.
-        raw = safetensors.torch.save(_storable(tensors))
+            raise CheckpointError("the content would change when it is read: keys of JSON objects are strings")
+    with checkpoint_errors("the weights cannot be stored"):
+        raw = safetensors.torch.save(_storable(tensors))  # hashed in memory, so that the digest proves the disk
         safetensors.torch.load(raw)  # safetensors writes dtypes and names that it does not read
-    weights = encode(StoredWeights(len(raw), _digest(raw)))
-    document = {"format": kind.name, "version": kind.version, **plain, "weights": weights}
+    document = {"format": kind.name, "version": kind.version, **plain, "weights": _record(raw)}
     text = json.dumps(document | {"checksum": checksum(document)}, indent=1, allow_nan=False)
 
     def write(new: Path) -> None:
         (new / kind.weights).write_bytes(raw)
-        sync_to_disk(new / kind.weights)
         (new / kind.document).write_text(text + "\n", encoding="utf-8")
-        sync_to_disk(new / kind.document)
+        for name in (kind.weights, kind.document):
+            sync_to_disk(new / name)
 
-    with refusal(str(folder)):
+    with checkpoint_errors(str(folder)):
         replace_folder(folder.resolve(), write, (kind.document, kind.weights))
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, nothing lazy, and no two in the same memory (tied weights are stored twice)."""
+    """Tensors on the CPU, contiguous, not lazy, and without shared storage (tied weights are stored twice)."""
     stored: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{name} is a {type(tensor).__name__}; a checkpoint holds tensors only")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        place = plain.untyped_storage().data_ptr()
-        stored[name] = plain.clone() if place in seen else plain
-        seen.add(place)
+        storage = plain.untyped_storage().data_ptr()
+        stored[name] = plain.clone() if storage in storages else plain
+        storages.add(storage)
     return stored
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _record(raw: bytes) -> dict[str, Json]:
+    return {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
 
 def checksum(content: Mapping[str, Json]) -> str:
-    """Over the content in a form that does not depend on its layout."""
-    return _digest(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
+    """Digest of the content, independent of formatting."""
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def read_stored(folder: Path, kind: StoredFormat) -> tuple[dict[str, Json], dict[str, Tensor]]:
-    """The content and the tensors as they were written, or CheckpointError. Nothing in the folder is executed."""
-    folder = present_folder(folder)
-    document = _read_document(folder, kind)
-    with refusal(str(folder / kind.document)):
-        record: StoredWeights = decode(StoredWeights, document["weights"], "weights")
-    content = {key: value for key, value in document.items() if key not in OWN_KEYS}
-    return content, _read_weights(folder, kind, record)
+    """The content and the tensors as written, or CheckpointError. Executes nothing from the folder."""
+    folder = existing_folder(folder)
+    path, document = folder / kind.weights, _read_document(folder, kind)
+    raw, written = _read_file(path, kind), document["weights"]
+    if written != (actual := _record(raw)):
+        raise CheckpointError(
+            f"{path} was changed, is truncated or was replaced: it has {len(raw)} bytes and its sha256 is "
+            f"{actual['sha256']}; written was {written}"
+        )
+    with checkpoint_errors(f"{path} is no safetensors file"):
+        loaded = safetensors.torch.load(raw)
+        # Cloned, because loaded tensors are views of the file's buffer.
+        tensors = {name: loaded[name].clone() for name in sorted(loaded)}
+    return {key: value for key, value in document.items() if key not in OWN_KEYS}, tensors
 
 
-def _read_file(folder: Path, name: str, kind: StoredFormat) -> bytes:
+def _read_file(path: Path, kind: StoredFormat) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{folder / name} cannot be read ({error.strerror}); "
+            f"{path} cannot be read ({error.strerror}); "
             f"a checkpoint is a folder with {kind.document} and {kind.weights}"
         ) from error
 
 
 def _read_document(folder: Path, kind: StoredFormat) -> dict[str, Json]:
-    """The JSON: of this format and version, and unchanged since it was written."""
-    path, raw = folder / kind.document, _read_file(folder, kind.document, kind)
+    """The JSON, if it has this format and version and was not changed."""
+    path = folder / kind.document
+    raw = _read_file(path, kind)
     try:
         document = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON, truncated or damaged: {error}") from error
+        raise CheckpointError(f"{path} is not JSON, truncated or damaged: {error}") from error
     given = document if isinstance(document, dict) else {}
-    if given.get("format") != kind.name:
-        raise CheckpointError(f"{path}: format is {given.get('format')!r}; allowed: {kind.name!r}")
-    version = given.get("version")
+    name, version = given.get("format"), given.get("version")
+    if name != kind.name:
+        raise CheckpointError(f"{path}: format is {name!r}; allowed: {kind.name!r}")
     if type(version) is not int or version != kind.version:
-        known = f" ({kind.history[version]})" if type(version) is int and version in kind.history else ""
-        raise CheckpointError(f"{path}: version is {version!r}{known}; this Esper reads version {kind.version}")
+        raise CheckpointError(f"{path}: version is {version!r}; this Esper reads version {kind.version}")
     if missing := sorted(OWN_KEYS - set(given)):
         raise CheckpointError(f"{path} has keys {sorted(given)}; it lacks {missing}")
-    with refusal(str(path)):
-        found = checksum({key: value for key, value in given.items() if key != "checksum"})
-    if given["checksum"] != found:
-        raise CheckpointError(f"{path} was changed: it states checksum {given['checksum']!r}, its content has {found}")
+    stated = given["checksum"]
+    with checkpoint_errors(str(path)):
+        actual = checksum({key: value for key, value in given.items() if key != "checksum"})
+    if stated != actual:
+        raise CheckpointError(f"{path} was changed: it states checksum {stated!r}, its content has {actual}")
     return given
 
 
@@ -162,13 +155,27 @@ def _refuse_constant(name: str) -> Json:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _read_weights(folder: Path, kind: StoredFormat, record: StoredWeights) -> dict[str, Tensor]:
-    path, raw = folder / kind.weights, _read_file(folder, kind.weights, kind)
-    if len(raw) != record.size:
-        raise CheckpointError(f"{path} is truncated or was replaced: {len(raw)} bytes, {record.size} were written")
-    if _digest(raw) != record.sha256:
-        raise CheckpointError(f"{path} was changed: its sha256 is {_digest(raw)}, what was written had {record.sha256}")
-    with refusal(f"{path} is no safetensors file"):
-        loaded = safetensors.torch.load(raw)
-        # In memory of their own: what is loaded are views of the buffers that the file was read into.
-        return {name: loaded[name].clone() for name in sorted(loaded)}
+@dataclass(frozen=True)
+class Machine:
+    """What results depend on besides the seed; stored in checkpoints."""
+
+    torch: str
+    threads: int
+    cpu: str
+    """The instruction set that kernels may use"""
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """The machine of this process."""
+        return cls(torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+
+    def differences(self) -> str:
+        """What differs in this process, in words; empty if nothing does."""
+        here = Machine.here()
+        pairs = [(field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self)]
+        return ", ".join(f"{name} {then} → {now}" for name, then, now in pairs if then != now)
+
+    def warn_of_differences(self) -> None:
+        """Warn if results will differ from those on the stored machine."""
+        if changed := self.differences():
+            warnings.warn(f"the run continues, but not bit for bit: {changed}", RuntimeWarning, stacklevel=3)

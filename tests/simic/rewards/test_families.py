@@ -20,8 +20,8 @@ from simic.rewards.trajectories import (
 )
 from torch import Tensor
 
-from esper.leyline import BadValueError, EpisodeOutcome, SeedStage
-from esper.simic.rewards import Family, RewardConfig, Rewarded, RewardInputs, compute_reward, relative_loss, rent
+from esper.leyline import BadValueError, SeedStage, rent
+from esper.simic.rewards import Family, RewardConfig, Rewarded, RewardInputs, compute_reward, relative_loss
 from esper.simic.rewards.potentials import SHAPING, STAGE_POTENTIALS, credit, stage_potential, unexplained
 from esper.tolaria import get_task
 
@@ -71,10 +71,9 @@ def crashed(inputs: RewardInputs) -> RewardInputs:
 
 
 def test_rent() -> None:
-    """2 points per doubling: 1000 on 1000 is one, 3000 on 1000 are two. The same as in the outcome of an episode."""
+    """2 points per doubling: 1000 on 1000 is one, 3000 on 1000 are two. The same for numbers and tensors."""
     assert rent(torch.tensor([0, 1000, 3000]), torch.tensor([1000]), 2.0).tolist() == [0.0, 2.0, 4.0]
-    outcome = EpisodeOutcome(75.0, 70.0, 700, 1000)
-    assert float(rent(torch.tensor(700), torch.tensor(1000), 2.0)) == pytest.approx(outcome.rent())
+    assert float(rent(torch.tensor(700), torch.tensor(1000), 2.0)) == pytest.approx(rent(700, 1000))
 
 
 def test_paired_by_hand(step: RewardInputs) -> None:

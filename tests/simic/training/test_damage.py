@@ -19,7 +19,7 @@ from esper.simic.agent import load_agent
 from esper.simic.evaluation.policies import make_policies
 from esper.simic.training.run_folder import EXTRAS, read_config, read_header
 from esper.storage.logs import read_lines
-from esper.storage.machine import Machine
+from esper.storage.stored import Machine
 from esper.tamiyo import growth_table
 from esper.tolaria import get_task
 
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, damage: str) -> None:
     change, reason = DAMAGE[damage]
     change(checkpoint(run, 4))
     events = (run / "events.jsonl").read_bytes()
-    told = rf"round-00004 is not used: .*{reason}.* kept as refused-round-00004; going on from round-00003"
+    told = rf"round-00004 is not used: .*{reason}.* kept as refused-round-00004; continuing from round-00003"
     with pytest.warns(RuntimeWarning, match=told):
         again = resume(run)
     close(again)
@@ -106,7 +106,7 @@ def test_going_on_from_an_older_checkpoint_is_exact(run: Path, whole: Path) -> N
     """What is done again comes out as before, and then the newest is good."""
     for rounds in (3, 4):
         spoil(checkpoint(run, rounds) / "agent.safetensors", lambda raw: raw[:-1])
-    with pytest.warns(RuntimeWarning, match="going on from round-00002") as told:
+    with pytest.warns(RuntimeWarning, match="continuing from round-00002") as told:
         again = resume(run)
     assert [str(each.message).split(" ")[0] for each in told] == ["round-00004", "round-00003"]
     again.run(progress=False)

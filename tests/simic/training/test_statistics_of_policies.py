@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from esper.leyline import BadValueError
-from esper.leyline.student import t_quantile
+from esper.leyline.numbers import t_quantile
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import compare, compare_all, holm
 

@@ -17,7 +17,7 @@ from esper.simic.agent import save_agent
 from esper.simic.training import run_folder as runs
 from esper.simic.training.run_folder import RunFolder
 from esper.simic.training.trainer import Trainer
-from esper.storage.files import folder_taken
+from esper.storage.files import folder_lock
 
 # -- a full disk, a folder that cannot be written ---------------------------------------------------------------------
 
@@ -77,11 +77,11 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_one_process_at_a_time(run: Path) -> None:
     """A run that still trains is not gone on with beside it, and nothing of it is tidied away: not even what looks like
     the leftovers of a writer that was killed."""
-    work = run / "checkpoints" / ".round-00005.abcdefgh" / "new"
+    work = run / "checkpoints" / ".round-00005.esper-tmp" / "new"
     with resume(run).folder:
         work.mkdir(parents=True)
         spoil(checkpoint(run, 4) / "agent.json", lambda raw: raw[:-9])
-        with pytest.raises(BadValueError, match=r"run is being written by another process, or by .*: one at a time"):
+        with pytest.raises(BadValueError, match=r"run is being written by another process, or by .*; end that first"):
             resume(run)
         assert work.exists()
         assert checkpoint(run, 4).exists()
@@ -96,7 +96,7 @@ def test_one_process_begins(tmp_path: Path) -> None:
     with trainer.folder, pytest.raises(BadValueError, match="is in use"):
         Trainer(config(rounds=1), tmp_path / "run")
     (tmp_path / "other").mkdir()
-    with folder_taken(tmp_path / "other"), pytest.raises(BadValueError, match="by another process"):
+    with folder_lock(tmp_path / "other"), pytest.raises(BadValueError, match="by another process"):
         RunFolder.create(tmp_path / "other", config())
     assert list((tmp_path / "other").iterdir()) == []
 
@@ -180,12 +180,12 @@ def test_the_last_checkpoints_are_kept(run: Path, tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_cleaned_up(run: Path) -> None:
     """In the run's folder and among its checkpoints; a folder with nothing else in it is free for a new run."""
-    for place in (run / ".config.json.abcd_123", run / "checkpoints" / ".round-00005.abcd_123"):
+    for place in (run / ".config.json.esper-tmp", run / "checkpoints" / ".round-00005.esper-tmp"):
         (place / "new").mkdir(parents=True)
     shutil.copytree(checkpoint(run, 2), checkpoint(run, 1))  # one too many: it was to be removed
     close(resume(run))
     assert not checkpoint(run, 1).exists()
     assert not [path for path in run.rglob(".*")]
-    (run.parent / "other" / ".config.json.abcd_123").mkdir(parents=True)
+    (run.parent / "other" / ".config.json.esper-tmp").mkdir(parents=True)
     Trainer(config(rounds=1), run.parent / "other").run(progress=False)
     assert not [path for path in (run.parent / "other").rglob(".*")]

@@ -19,7 +19,7 @@ from esper.leyline.numbers import require_whole
 from esper.leyline.records import decode, encode
 from esper.simic.agent.config import CompileMode, PPOConfig
 from esper.simic.agent.ppo import PPOAgent
-from esper.storage.stored import StoredFormat, read_stored, refusal, write_stored
+from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
 from esper.tamiyo import ActionTable, ObservationLayout
 
 AGENT = StoredFormat("esper-agent", 1, "agent.json", "agent.safetensors")
@@ -84,7 +84,7 @@ def load_agent(
     """Read an agent, and of what was kept beside it the named. `compile_mode` overrides the one that was saved."""
     content, tensors = read_stored(folder, AGENT)
     wanted = {"agent": SavedAgent, **(extras or {})}
-    with refusal(str(folder)):
+    with checkpoint_errors(str(folder)):
         if missing := sorted(set(wanted) - set(content)):
             raise CheckpointError(f"{folder} lacks {missing}; it holds {sorted(content)}")
         parts = {name: decode(kind, content[name], name) for name, kind in wanted.items()}

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper.leyline import HeadPreset
+from esper.leyline import HeadPreset, objective
 from esper.leyline.progress import Advance
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import Groups, growth_fleet, host_seed
@@ -95,7 +95,7 @@ class Trials(Generic[Candidate]):
         found = torch.zeros((len(hosts), len(candidates)), dtype=torch.float64)
         seeds = [host_seed("tuning", self.rng_seed, number) for number in hosts]
         for block in self.arena.run(candidates, seeds):
-            values = block.by_host(objective(block.result, self.arena.task, self.rho)).cpu()
+            values = block.by_host(end_objective(block.result, self.arena.task, self.rho)).cpu()
             found[block.hosts.start : block.hosts.stop, block.candidates.start : block.candidates.stop] = values
             self.advance(values.numel(), f"best of these {float(values.mean(0).max()):+.1f}")
         objectives: list[list[float]] = found.T.tolist()
@@ -113,12 +113,12 @@ def play(runner: EpisodeRunner, policy: Policy, seeds: Sequence[int]) -> StepRes
     return result
 
 
-def objective(result: StepResult, task: Task, rho: float) -> Tensor:
+def end_objective(result: StepResult, task: Task, rho: float) -> Tensor:
     """Of every grown env at the end of its episode: gain of the hardened host − rent of the fossils, points."""
     assert result.hardened_accuracy is not None
     assert result.hardened_control is not None
     gain = result.hardened_accuracy.double() - result.hardened_control.double()
-    return gain - rho * torch.log2(1 + result.fossil_parameters.double() / task.host_parameters)
+    return objective(gain, result.fossil_parameters.double(), task.host_parameters, rho)
 
 
 def divide(count: int, most: int) -> list[range]:

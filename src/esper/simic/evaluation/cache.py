@@ -13,7 +13,7 @@ from esper.simic.evaluation.policies import policy_files
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.evaluation.workers import Contender, Done, Job, RunJobs, make_jobs
 from esper.storage.files import replace_file
-from esper.storage.machine import Machine
+from esper.storage.stored import Machine
 from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 

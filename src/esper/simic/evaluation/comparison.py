@@ -1,6 +1,5 @@
 """`esper evaluate`: named policies on the same unseen hosts, paired and crossed."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.leyline import BadValueError
+from esper.leyline import RHO, BadValueError, objective
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.evaluation.cache import ResultCache
 from esper.simic.evaluation.final_log import sign_policies
 from esper.simic.evaluation.policies import unfinished
-from esper.simic.evaluation.results import RHO, Result
+from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import MARGIN, Claim, Rows, compare_all, compare_rows
 from esper.simic.evaluation.unseen import host_seeds
 from esper.simic.evaluation.workers import (
@@ -62,7 +61,7 @@ class KindSummary:
 def right_slot(task: Task, kind: str, rho: float = RHO) -> str | None:
     """The slot of the best seed that the budget pays for, by the published gains minus rent."""
     worth = {
-        (gain.slot_id, gain.blueprint): gain.points - rho * math.log2(1 + gain.parameters / task.host_parameters)
+        (gain.slot_id, gain.blueprint): objective(gain.points, gain.parameters, task.host_parameters, rho)
         for gains in published_gains(task.name)
         if gains.defect == kind
         for gain in gains.gains

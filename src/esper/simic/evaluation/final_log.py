@@ -6,9 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from esper.leyline import BadValueError, EsperError
+from esper.leyline.records import Json
 from esper.simic.evaluation.workers import learned_runs
 from esper.simic.training.run_folder import git_hash, read_config
-from esper.storage.logs import Json, JsonLines, read_lines
+from esper.storage.logs import JsonLines, read_lines
 
 FINAL = "final.jsonl"
 

@@ -4,11 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-RHO = 2.0
-"""Rent in points per doubling of the host."""
-OTHER_RHOS = (1.0, 4.0)
-"""At which objectives are scored once more: does a ranking hang on the price?"""
-
 
 class Fossil(NamedTuple):
     """A seed that was committed."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline import BadValueError, derive_seed
-from esper.leyline.student import p_value, t_quantile
+from esper.leyline.numbers import p_value, t_quantile
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.workers import base_of, is_learned
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.slot import Isolation
-from esper.leyline import BadValueError, HeadPreset, SeedStage
+from esper.leyline import OTHER_RHOS, RHO, BadValueError, HeadPreset, SeedStage, objective
 from esper.simic.evaluation.costs import CostMeter, Structure
-from esper.simic.evaluation.results import OTHER_RHOS, RHO, Fossil, Result
+from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.training.collect import action_draws
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, Purpose, growth_fleet, host_seed
@@ -177,15 +177,15 @@ class EvaluationHosts:
             torch.cat([getattr(part, name) for part in parts])[: self.hosts].double().cpu()
             for name in ("accuracy", "control", "added")
         )
-        doublings = torch.log2(1 + added / self.task.host_parameters)
+        gain, host = accuracy - control, self.task.host_parameters
         return Result(
-            (accuracy - control - self.rho * doublings).tolist(),
+            objective(gain, added, host, self.rho).tolist(),
             accuracy.tolist(),
             control.tolist(),
             [int(count) for count in added.tolist()],
             [fossils for part in parts for fossils in part.fossils][: self.hosts],
             {name: [cost for part in parts for cost in part.work[name]][: self.hosts] for name in parts[0].work},
-            {f"{rho:g}": (accuracy - control - rho * doublings).tolist() for rho in OTHER_RHOS},
+            {f"{rho:g}": objective(gain, added, host, rho).tolist() for rho in OTHER_RHOS},
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import AlphaController, CNNHost, GPTHost, Host, SeedState
-from esper.leyline import BadValueError, HeadPreset, SeedStage
+from esper.leyline import RHO, BadValueError, HeadPreset, SeedStage, objective
 from esper.leyline.progress import Advance
 from esper.simic.evaluation.arena import Arena, Block
 from esper.simic.evaluation.costs import PASSES, CostMeter, Structure
@@ -159,7 +159,7 @@ def run_oracle(
     seeds: Sequence[int],
     preset: HeadPreset,
     *,
-    rho: float = 2.0,
+    rho: float = RHO,
     final: bool = False,
     device: torch.device | str = "cpu",
     data_dir: Path | None = None,
@@ -196,15 +196,14 @@ def _scores(block: Block) -> Tensor:
 def _choose(plans: Sequence[Plan], scores: Tensor, task: Task, rho: float) -> OracleHost:
     """The best plan of one host, from its scores (plans, 5)."""
     chosen, chosen_control, accuracy, control, added = scores.unbind(-1)
-    rent = rho * torch.log2(1 + added / task.host_parameters)
-    promised = chosen - chosen_control - rent
+    promised = objective(chosen - chosen_control, added, task.host_parameters, rho)
     best = int(promised.argmax())
     if float(promised[best]) <= 0:
         return OracleHost(Plan(), 0.0, float(control[best]), float(control[best]), 0, [], 0.0)
     (seed,) = plans[best].seeds
     return OracleHost(
         plan=plans[best],
-        objective=float((accuracy - control - rent)[best]),
+        objective=float(objective(accuracy - control, added, task.host_parameters, rho)[best]),
         accuracy=float(accuracy[best]),
         control_accuracy=float(control[best]),
         added_params=int(added[best]),

@@ -19,9 +19,7 @@ from esper.simic.rewards.potentials import (
     Rewarded,
     RewardInputs,
     is_measured,
-    potential,
     relative_loss,
-    rent,
 )
 
 __all__ = [
@@ -44,9 +42,7 @@ __all__ = [
     "findings",
     "is_measured",
     "leave_one_out",
-    "potential",
     "relative_loss",
-    "rent",
     "sampled_shapley",
     "shapley",
 ]

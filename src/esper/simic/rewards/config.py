@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from esper.leyline import DEFAULT_GAMMA, BadValueError, EsperError, LifecycleOp, UnknownNameError
+from esper.leyline import DEFAULT_GAMMA, RHO, BadValueError, EsperError, LifecycleOp, UnknownNameError
 from esper.leyline.numbers import require_positive, require_share, require_whole
 
 Family = Literal["paired", "shaped", "simplified", "sparse", "minimal", "loss"]
@@ -63,7 +63,7 @@ class RewardConfig:
     family: Family = "paired"
     gamma: float = DEFAULT_GAMMA
     """Discount of the shaping; must equal the trainer's."""
-    rho: float = 2.0
+    rho: float = RHO
     """Rent: points per doubling of the host."""
     commit_price: float = 0.0
     """`paired`: points for a host's first commit in addition to its rent, twice that for the second, and so on. Not a

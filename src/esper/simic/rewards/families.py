@@ -21,7 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from esper.leyline import LifecycleOp, SeedStage
+from esper.leyline import LifecycleOp, SeedStage, rent
 from esper.simic.rewards.config import (
     DELAY_CAP,
     LOSS_POINTS,
@@ -38,7 +38,6 @@ from esper.simic.rewards.potentials import (
     RewardInputs,
     credit,
     measured_points,
-    rent,
     shaping,
     stage_potential,
     unexplained,
@@ -237,7 +236,7 @@ def _chance_gain(inputs: RewardInputs) -> Tensor:
 
 
 def _rent(config: RewardConfig, inputs: RewardInputs, parameters: Tensor) -> Tensor:
-    return rent(parameters, inputs.host_parameters, config.rho)
+    return rent(parameters.double(), inputs.host_parameters.double(), config.rho)
 
 
 def _panic_rent(config: RewardConfig, inputs: RewardInputs) -> Tensor:

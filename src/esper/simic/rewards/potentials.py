@@ -87,16 +87,6 @@ STAGE_POTENTIALS: dict[SeedStage, float] = {
 }
 
 
-def rent(parameters: Tensor, host_parameters: Tensor, rho: float) -> Tensor:
-    """ρ · log2(1 + parameters / host's), in points. Every rent of a reward is computed here."""
-    return rho * torch.log2(1 + parameters.double() / host_parameters.double())
-
-
-def potential(gain: Tensor, parameters: Tensor, host_parameters: Tensor, rho: float) -> Tensor:
-    """Gain − rent, (N,): Φ for the live gain and acting seeds, the objective for the hardened gain and fossils."""
-    return gain.double() - rent(parameters, host_parameters, rho)
-
-
 def relative_loss(loss: Tensor, random_guess_loss: float) -> Tensor:
     """A loss in units of the task's random-guess loss."""
     if not random_guess_loss > 0:

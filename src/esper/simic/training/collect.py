@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, derive_seed
+from esper.leyline import BadValueError, derive_seed, objective
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
-from esper.simic.evaluation.results import RHO
 from esper.simic.rewards import (
     Finding,
     RewardConfig,
@@ -235,11 +234,10 @@ class RoundCollector:
         assert last.hardened_control is not None
         gain = last.hardened_accuracy - last.hardened_control
         task, own = runner.fleet.task, slice(rows.start, rows.stop)
-        rent = RHO * torch.log2(1 + last.fossil_parameters / task.host_parameters)
         return RoundRecord(
             task=task.name,
             first_env=rows.start,
-            objective=gain - rent,
+            objective=objective(gain, last.fossil_parameters, task.host_parameters),
             gain=gain,
             accuracy=last.hardened_accuracy,
             added_parameters=last.fossil_parameters,

@@ -34,7 +34,7 @@ from esper.simic.telemetry import Alarm, DetailReport, RoundFacts, SpanTotal, wo
 from esper.simic.training.collect import RoundRecord
 from esper.simic.training.run_folder import SESSIONS, git_hash
 from esper.storage.logs import JsonLines, end_of_lines
-from esper.storage.machine import Machine
+from esper.storage.stored import Machine
 
 Choice = str | int | float
 Column = list[int] | list[Choice | None]

@@ -20,12 +20,11 @@ from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.agent.checkpoint import AGENT
 from esper.simic.telemetry import AlarmLimits, Detail, DetectorState
 from esper.simic.training.config import TrainConfig
-from esper.storage.files import folder_taken, is_leftover, remove_leftovers, replace_file, storing
+from esper.storage.files import folder_lock, is_leftover, remove_leftovers, replace_file, storage_errors
 from esper.storage.interrupts import interrupts_held
 from esper.storage.logs import JsonLines, digest_of, read_lines
-from esper.storage.machine import Machine
 from esper.storage.series import KEEP, Series
-from esper.storage.stored import checksum, read_stored, refusal
+from esper.storage.stored import Machine, checkpoint_errors, checksum, read_stored
 from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 
@@ -101,7 +100,7 @@ def read_header(path: Path) -> Header:
         values = dict(content["config"])
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
-    with refusal(str(path / CONFIG)):
+    with checkpoint_errors(str(path / CONFIG)):
         if "checksum" in content and content["checksum"] != (found := _config_checksum(content)):
             raise CheckpointError(
                 f"{path / CONFIG} was changed: it states checksum {content['checksum']!r}, its content has {found}; "
@@ -203,10 +202,10 @@ class RunFolder:
         """A new run; a folder that holds one already is left alone."""
         cls.check_free(path)
         checkpoints_of(path, keep_checkpoints)
-        with storing(path):
+        with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as taken:
-            taken.enter_context(folder_taken(path))
+            taken.enter_context(folder_lock(path))
             cls.check_free(path)  # now that nobody else can take it
             write_config(path, config, keep_checkpoints)
             return cls(path, config, keep_checkpoints, taken)
@@ -214,7 +213,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         """Raise if there is something at this place, other than what a process left that was killed as it began."""
-        with storing(path):
+        with storage_errors(path):
             if path.exists() and (not path.is_dir() or any(not is_leftover(found) for found in path.iterdir())):
                 raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
 
@@ -233,8 +232,8 @@ class RunFolder:
             warnings.warn(remark, RuntimeWarning, stacklevel=4)
 
         with ExitStack() as taken:
-            taken.enter_context(folder_taken(path))  # before anything is tidied up: it may be another's at work
-            with storing(path):
+            taken.enter_context(folder_lock(path))  # before anything is tidied up: it may be another's at work
+            with storage_errors(path):
                 remove_leftovers(path)
             checkpoints = checkpoints_of(path, keep_checkpoints)
             found = checkpoints.read_newest(lambda number, place: _read_checkpoint(path, number, place, agent), tell)
@@ -261,7 +260,7 @@ class RunFolder:
         with interrupts_held():
             logs = LogState.of(self.events), LogState.of(self.metrics)
             progress = Progress(rounds, *logs, Machine.here(), _data_of(self.config))
-            save_agent(agent, self.checkpoints.place(rounds), {"progress": progress, "watching": watching})
+            save_agent(agent, self.checkpoints.path_of(rounds), {"progress": progress, "watching": watching})
             self.checkpoints.prune()
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline import RHO, BadValueError, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
@@ -57,7 +57,7 @@ def tune(
     rng_seed: int = 0,
     *,
     preset: str = "core",
-    rho: float = 2.0,
+    rho: float = RHO,
     data_dir: Path | None = None,
     device: str = "cpu",
     workers: int = 1,

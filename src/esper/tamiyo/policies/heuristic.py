@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError, objective, rent
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable
 from esper.tamiyo.policies.proposals import Proposal, check_fit, propose, propose_seed, take_first
@@ -129,7 +129,7 @@ class HeuristicTamiyo:
     def _judge_held(self, view: PolicyView, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
         """Rescue at the end, fossilise, prune."""
         config, slots = self.config, view.signals.slots
-        net = slots.contribution.value - config.rent * torch.log2(1 + seed_cost(slots, view.signals.offers))
+        net = slots.contribution.value - rent(seed_cost(slots, view.signals.offers), 1.0, config.rent)
         error = config.errors * slots.contribution.error
         judged = (slots.stage == SeedStage.HOLDING) & slots.contribution.valid
         ending = (left <= config.ending)[:, None]
@@ -162,7 +162,7 @@ class HeuristicTamiyo:
     def _rate(self, offers: OfferView) -> Tensor:
         """(N, S, B): how good an offer looks before it was tried."""
         if self.config.choice == "net":
-            return offers.worth - self.config.cost_weight * torch.log2(1 + offers.cost)
+            return objective(offers.worth, offers.cost, 1.0, self.config.cost_weight)
         return offers.worth / offers.cost.clamp(min=COST_FLOOR) if self.config.choice == "per_cost" else offers.worth
 
     def _sown_by(self, actions: Tensor, offers: OfferView) -> Tensor:

@@ -1,15 +1,13 @@
-"""A run folder as it lies on the disk, read without anything that trains.
+"""The state of a run, folded from its logs line by line: reports and live views are drawn from it.
 
-Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line: events of a later one, of
-a run that still trains or was killed, are left out. Events are read in one pass; stage changes and curves are kept
-for one round only, so a long run needs little memory.
+Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line; events of a round that is
+not complete wait for it. Stage changes and curves are stored for one round only, so a long run needs little memory.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,12 +42,12 @@ class StageEvent(NamedTuple):
 
     @property
     def at(self) -> int:
-        """Steps trained before it: ops act before their step's training, ticks and panics after it."""
+        """Steps trained before it. Ops act before their step's training, ticks and panics after it."""
         return self.step + (self.cause in ("tick", "panic"))
 
 
 class PanicEvent(NamedTuple):
-    """The governor took a host back to its snapshot."""
+    """The governor restored a host's snapshot."""
 
     step: int
     env: int
@@ -57,7 +55,7 @@ class PanicEvent(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """The life of one host."""
+    """One host from its first step to its last."""
 
     env: int
     objective: float
@@ -65,13 +63,13 @@ class Episode(NamedTuple):
     accuracy: float
     added_parameters: float
     accuracies: list[float] | None = None
-    """After every step; None where the log has no curves, or for rounds that are not looked at"""
+    """After every step; None if the log has no curves, or in rounds whose details are not stored"""
     control_accuracies: list[float] | None = None
     alphas: dict[str, list[float]] | None = None
 
 
 class Commit(NamedTuple):
-    """A seed that stayed."""
+    """A committed seed."""
 
     slot: str
     blueprint: str
@@ -80,25 +78,88 @@ class Commit(NamedTuple):
     committed: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a report is drawn from."""
+Key = tuple[int, int, str]
+"""Round, env and slot."""
+
+
+@dataclass
+class RunState:
+    """What is known of a run so far. `fold_metrics` and `fold_event` take in one line each."""
 
     path: Path
     config: dict[str, Json]
-    git: str | None
-    torch: str | None
-    rounds: list[Round]
-    """Complete ones, in order; at least one"""
-    shown: int
-    """The round whose stage changes, panics and curves were read"""
+    git: str | None = None
+    torch: str | None = None
+    detail_round: int | None = None
+    """The round whose stage changes, panics and curves are stored; None follows the latest complete one"""
+    rounds: list[Round] = field(default_factory=list)
+    """Complete rounds, in order"""
     episodes: dict[int, list[Episode]] = field(default_factory=lambda: defaultdict(list))
-    commits: dict[int, list[Commit]] = field(default_factory=lambda: defaultdict(list))
     changes: list[StageEvent] = field(default_factory=list)
     panics: list[PanicEvent] = field(default_factory=list)
+    _births: dict[Key, int] = field(default_factory=dict)
+    _commits: dict[Key, Commit] = field(default_factory=dict)
+    _complete: set[int] = field(default_factory=set)
+    _columns: dict[str, None] = field(default_factory=dict)
+    _waiting: dict[int, list[Fields]] = field(default_factory=lambda: defaultdict(list))
+    """Events of rounds that are not complete"""
+
+    @property
+    def shown(self) -> int:
+        """The round whose details are stored."""
+        return self.rounds[-1].number if self.detail_round is None else self.detail_round
+
+    def fold_metrics(self, line: Fields) -> None:
+        """Take in a line of `metrics.jsonl`: a round is complete."""
+        number, columns = line.whole("round"), _flat(line.content)
+        line.number("objective")
+        self.rounds.append(Round(number, columns, line.counts("ops"), line.counts("germinated")))
+        self._complete.add(number)
+        self._columns |= dict.fromkeys(columns)
+        if self.detail_round is None:
+            self.changes.clear()
+            self.panics.clear()
+        for event in self._waiting.pop(number, []):
+            self.fold_event(event)
+
+    def fold_event(self, line: Fields) -> None:
+        """Take in a line of `events.jsonl`. Kinds that nothing is drawn from are skipped."""
+        kind = line.text("kind")
+        if kind not in ("stage", "panic", "episode"):
+            return
+        number, env = line.whole("round"), line.whole("env")
+        if number not in self._complete:
+            self._waiting[number].append(line)
+        elif kind == "episode":
+            self.episodes[number].append(_episode(line, env, curves=number == self.shown))
+        elif kind == "stage":
+            change = _change(line, env)
+            self._follow(change, (number, env, change.slot))
+            if number == self.shown:
+                self.changes.append(change)
+        elif number == self.shown:
+            self.panics.append(PanicEvent(line.whole("step"), env, _names(line, "symptoms")))
+
+    def _follow(self, change: StageEvent, key: Key) -> None:
+        """Note births and commits. A panic undoes what its step did."""
+        if change.target is SeedStage.GERMINATED and change.cause != "panic":
+            self._births[key] = change.at
+        elif change.target is SeedStage.FOSSILIZED:
+            born = self._births.get(key, change.at)
+            self._commits[key] = Commit(change.slot, change.blueprint or "unnamed", born, change.at)
+        elif change.source is SeedStage.FOSSILIZED:
+            self._commits.pop(key, None)
+
+    @property
+    def commits(self) -> dict[int, list[Commit]]:
+        """Committed seeds by round."""
+        by_round: dict[int, list[Commit]] = defaultdict(list)
+        for (number, _, _), commit in self._commits.items():
+            by_round[number].append(commit)
+        return by_round
 
     def setting(self, *keys: str) -> Json | None:
-        """A value of the configuration, or None where this run has no such key."""
+        """A value of the configuration, or None if this run has no such key."""
         value: Json = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -108,26 +169,26 @@ class Run:
         """One column over rounds; None where a round has no such number."""
         return [entry.columns.get(column) for entry in self.rounds]
 
-    @cached_property
+    @property
     def column_names(self) -> list[str]:
         """All columns that any round has, in the order of their first appearance."""
-        return list(dict.fromkeys(name for entry in self.rounds for name in entry.columns))
+        return list(self._columns)
 
-    @cached_property
+    @property
     def tasks(self) -> list[str]:
-        """The tasks of a run that has several, as the metrics tell them apart; otherwise none."""
+        """The tasks of a run that has several; empty for a single one."""
         parts = [name.split("/") for name in self.column_names]
         return list(dict.fromkeys(part[1] for part in parts if part[0] == "tasks"))
 
-    @cached_property
+    @property
     def slots(self) -> list[str]:
-        """Every slot in which a seed was ever germinated, from the input on."""
+        """Every slot in which a seed was germinated, from the input on."""
         used = {key.split("/")[0] for entry in self.rounds for key in entry.germinated}
         used |= {change.slot for change in self.changes}
         used |= {slot for episode in self.episodes[self.shown] for slot in episode.alphas or {}}
-        return sorted(used, key=_place)
+        return sorted(used, key=_depth)
 
-    @cached_property
+    @property
     def steps(self) -> int:
         """Length of the episodes of the shown round."""
         curves = [len(episode.accuracies) for episode in self.episodes[self.shown] if episode.accuracies]
@@ -139,27 +200,23 @@ class Run:
         return max([counted, 1, *(change.at for change in self.changes)])
 
 
-def read_run(path: Path, shown: int | None = None) -> Run:
-    """The run in a folder, with the details of one round (default: the last)."""
+def read_run(path: Path, shown: int | None = None) -> RunState:
+    """Fold the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
-    rounds = list(_read_metrics(path))
-    if not rounds:
+    git, torch = header.optional_text("git"), header.optional_text("torch")
+    state = RunState(path, header.inside("config").content, git, torch, shown)
+    for _, line in metric_lines(path):
+        state.fold_metrics(line)
+    if not state.rounds:
         raise BadValueError(f"{path} has no complete round yet: nothing to report before {METRICS} has a line")
-    numbers = [entry.number for entry in rounds]
+    numbers = [entry.number for entry in state.rounds]
     if shown is not None and shown not in numbers:
         raise BadValueError(f"round {shown} is not in {path}; it has rounds {numbers[0]} to {numbers[-1]}")
-    run = Run(
-        path,
-        header.inside("config").content,
-        header.optional_text("git"),
-        header.optional_text("torch"),
-        rounds,
-        numbers[-1] if shown is None else shown,
-    )
-    _read_events(run)
-    if not run.episodes[run.shown]:
-        raise BadValueError(f"{path / EVENTS} has no episode of round {run.shown}, which {METRICS} calls complete")
-    return run
+    for line in checked_lines(path / EVENTS):
+        state.fold_event(line)
+    if not state.episodes[state.shown]:
+        raise BadValueError(f"{path / EVENTS} has no episode of round {state.shown}, which {METRICS} calls complete")
+    return state
 
 
 def read_header(path: Path) -> Fields:
@@ -175,7 +232,7 @@ def read_header(path: Path) -> Fields:
 
 
 def checked_lines(path: Path) -> Iterator[Fields]:
-    """Objects of a file with their places; a torn last line is left out."""
+    """Yield the objects of a file with their line numbers. A torn last line is skipped."""
     number = 0
     try:
         for number, content in enumerate(read_lines(path), 1):
@@ -185,7 +242,7 @@ def checked_lines(path: Path) -> Iterator[Fields]:
 
 
 def metric_lines(path: Path) -> Iterator[tuple[int, Fields]]:
-    """The complete rounds of a run: number and line, in order."""
+    """Yield the complete rounds of a run: number and line, in order."""
     last = -1
     for line in checked_lines(path / METRICS):
         number = line.whole("round")
@@ -195,14 +252,8 @@ def metric_lines(path: Path) -> Iterator[tuple[int, Fields]]:
         last = number
 
 
-def _read_metrics(path: Path) -> Iterator[Round]:
-    for number, line in metric_lines(path):
-        line.number("objective")
-        yield Round(number, _flat(line.content), line.counts("ops"), line.counts("germinated"))
-
-
 def _flat(content: dict[str, Json]) -> dict[str, float]:
-    """All numbers but those that have a place of their own."""
+    """All numbers of a line by name, `outer/inner` for nested ones; ops and germinations have fields of their own."""
     columns: dict[str, float] = {}
     for name, value in content.items():
         if name in ("round", "ops", "germinated"):
@@ -212,46 +263,6 @@ def _flat(content: dict[str, Json]) -> dict[str, float]:
         elif is_number(value):
             columns[name] = float(value)
     return columns
-
-
-def _read_events(run: Run) -> None:
-    complete = {entry.number for entry in run.rounds}
-    born: dict[tuple[int, int, str], int] = {}
-    kept: dict[tuple[int, int, str], Commit] = {}
-    for line in checked_lines(run.path / EVENTS):
-        kind = line.text("kind")
-        if kind not in ("stage", "panic", "episode"):
-            continue  # other kinds may join the log; a report has no picture of them
-        number, env = line.whole("round"), line.whole("env")
-        if number not in complete:
-            continue
-        if kind == "episode":
-            run.episodes[number].append(_episode(line, env, curves=number == run.shown))
-        elif kind == "panic":
-            if number == run.shown:
-                run.panics.append(PanicEvent(line.whole("step"), env, _names(line, "symptoms")))
-        else:
-            change = _change(line, env)
-            _follow(change, (number, env, change.slot), born, kept)
-            if number == run.shown:
-                run.changes.append(change)
-    for (number, _, _), commit in kept.items():
-        run.commits[number].append(commit)
-
-
-def _follow(
-    change: StageEvent,
-    key: tuple[int, int, str],
-    born: dict[tuple[int, int, str], int],
-    kept: dict[tuple[int, int, str], Commit],
-) -> None:
-    """Keep account of births and commits; a panic takes back what its step did."""
-    if change.target is SeedStage.GERMINATED and change.cause != "panic":
-        born[key] = change.at
-    elif change.target is SeedStage.FOSSILIZED:
-        kept[key] = Commit(change.slot, change.blueprint or "unnamed", born.get(key, change.at), change.at)
-    elif change.source is SeedStage.FOSSILIZED:
-        kept.pop(key, None)
 
 
 def _change(line: Fields, env: int) -> StageEvent:
@@ -294,7 +305,7 @@ def _names(line: Fields, key: str) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else [str(value)]
 
 
-def _place(slot: str) -> tuple[int, int, str]:
-    """Slots of built-in hosts in the order in which data pass them; others by name, after them."""
-    found = re.fullmatch(r"r(\d+)c(\d+)", slot)
-    return (int(found[2]), int(found[1]), "") if found else (1_000_000, 0, slot)
+def _depth(slot: str) -> tuple[int, int, str]:
+    """Sort key: slots of built-in hosts in the order in which data pass them, then others by name."""
+    match = re.fullmatch(r"r(\d+)c(\d+)", slot)
+    return (int(match[2]), int(match[1]), "") if match else (1_000_000, 0, slot)

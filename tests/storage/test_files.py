@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,17 +13,16 @@ import pytest
 from forks import forked_process
 
 from esper.leyline import BadValueError, StorageError
-from esper.storage import files
 from esper.storage.files import (
     discard_folder,
-    folder_taken,
+    existing_folder,
+    folder_lock,
+    free_path,
     is_leftover,
-    present_folder,
     remove_leftovers,
     replace_file,
 )
 from esper.storage.files import replace_folder as replace
-from esper.storage.locks import let_go, take_lock
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("a", "b")
@@ -63,6 +61,8 @@ def fill(text):
 verbs = {
     "first": lambda place: files.replace_folder(place, fill("new"), ("a", "b")),
     "replace": lambda place: files.replace_folder(place, fill("new"), ("a", "b")),
+    "again": lambda place: files.replace_folder(place, fill("new"), ("a", "b")),
+    "failing": lambda place: files.replace_folder(place, fill("new"), ("a", "b")),
     "discard": files.discard_folder,
     "file": lambda place: files.replace_file(place, "new"),
 }
@@ -95,46 +95,54 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def places(killed: Path, verb: str) -> list[Path]:
+def paths(killed: Path, verb: str) -> list[Path]:
     """What was written to, in the order of kills; several are left in every state."""
-    found = [killed / verb / str(at + 1) / "thing" for at in range(len(list((killed / verb).iterdir())))]
-    assert len(found) > 6
-    return found
+    count = len(list((killed / verb).iterdir()))
+    assert count > 6
+    return [killed / verb / str(at + 1) / "thing" for at in range(count)]
 
 
 def test_a_folder_is_the_old_or_the_new(killed: Path) -> None:
-    """Wherever the writer is killed, also between its two renames; the next one finishes its work and cleans up."""
+    """Wherever the writer is killed, also between its two renames: the old is read then, and put back."""
     states, missing = [], []
-    for place in places(killed, "replace"):
-        states.append(read(present_folder(place)))
-        missing.append(not place.exists())
-        remove_leftovers(place.parent)
-        assert [path.name for path in place.parent.iterdir()] == ["thing"]
-        assert read(place) == states[-1]
-        replace(place, fill("newer"), NAMES)
-        assert read(place) == ["newer"] * 2
+    for path in paths(killed, "replace"):
+        states.append(read(existing_folder(path)))
+        missing.append(not path.exists())
+        remove_leftovers(path.parent)
+        assert [each.name for each in path.parent.iterdir()] == ["thing"]
+        assert read(path) == states[-1]
     assert {state[0] for state in states} == {"old", "new"} and all(one == other for one, other in states)
     assert states == sorted(states, reverse=True), "old, from some operation on new"
     assert any(missing), "the moment between two renames is among them"
 
 
-def test_only_what_was_asked_for_is_finished(tmp_path: Path) -> None:
-    """Of one target, or of all."""
-    work = tmp_path / ".thing.abcd_123"
-    for name in ("new", "old"):
-        (work / name).mkdir(parents=True)
-        fill(name)(work / name)
-    remove_leftovers(tmp_path, "other")
-    assert not (tmp_path / "thing").exists()
-    remove_leftovers(tmp_path, "thing")
-    assert read(tmp_path / "thing") == ["new"] * 2
+def test_a_folder_is_replaced_after_a_kill(killed: Path) -> None:
+    """Without anybody tidying up before."""
+    for path in paths(killed, "again"):
+        assert read(existing_folder(path)) in (["old"] * 2, ["new"] * 2)
+        replace(path, fill("newer"), NAMES)
+        assert read(path) == ["newer"] * 2
+        assert [each.name for each in path.parent.iterdir()] == ["thing"]
+
+
+def test_a_folder_moved_aside_is_put_back_when_writing_fails(killed: Path) -> None:
+    """The next writer finds no target, only `old`, and fails: its target is the old one."""
+    (path,) = (each for each in paths(killed, "failing") if not each.exists())
+
+    def fail(new: Path) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        replace(path, fail, NAMES)
+    assert read(path) == ["old"] * 2
+    assert [each.name for each in path.parent.iterdir()] == ["thing"]
 
 
 def test_a_first_folder_is_there_or_not(killed: Path) -> None:
     """A half is never seen under its name."""
-    there = [place.exists() for place in places(killed, "first")]
+    there = [place.exists() for place in paths(killed, "first")]
     assert there == sorted(there) and not there[0] and there[-1]
-    for place in places(killed, "first"):
+    for place in paths(killed, "first"):
         assert not place.exists() or read(place) == ["new"] * 2
         remove_leftovers(place.parent)
         assert {path.name for path in place.parent.iterdir()} <= {"thing"}
@@ -142,9 +150,9 @@ def test_a_first_folder_is_there_or_not(killed: Path) -> None:
 
 def test_a_discarded_folder_is_there_or_not(killed: Path) -> None:
     """It does not come back either."""
-    there = [place.exists() for place in places(killed, "discard")]
+    there = [place.exists() for place in paths(killed, "discard")]
     assert there == sorted(there, reverse=True) and there[0] and not there[-1]
-    for place in places(killed, "discard"):
+    for place in paths(killed, "discard"):
         if place.exists():
             assert read(place) == ["old"] * 2
         remove_leftovers(place.parent)
@@ -152,9 +160,9 @@ def test_a_discarded_folder_is_there_or_not(killed: Path) -> None:
 
 
 def test_a_file_is_the_old_or_the_new(killed: Path) -> None:
-    texts = [place.read_text() for place in places(killed, "file")]
+    texts = [place.read_text() for place in paths(killed, "file")]
     assert set(texts) == {"old", "new"} and texts == sorted(texts, reverse=True)
-    for place in places(killed, "file"):
+    for place in paths(killed, "file"):
         replace_file(place, "newer")
         assert [path.name for path in place.parent.iterdir()] == ["thing"]
 
@@ -162,8 +170,8 @@ def test_a_file_is_the_old_or_the_new(killed: Path) -> None:
 # -- leftovers --------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_living_writer_works_on_is_left_alone(tmp_path: Path) -> None:
-    """Two at once: the second neither removes nor finishes what the first has begun."""
+def test_two_writers_take_turns(tmp_path: Path) -> None:
+    """The second one waits for the first, and wins; nobody removes what the first one is writing."""
     begun, go = threading.Event(), threading.Event()
 
     def slowly(new: Path) -> None:
@@ -172,77 +180,67 @@ def test_what_a_living_writer_works_on_is_left_alone(tmp_path: Path) -> None:
         assert go.wait(30)
 
     first = threading.Thread(target=replace, args=(tmp_path / "thing", slowly, NAMES))
+    second = threading.Thread(target=replace, args=(tmp_path / "thing", fill("second"), NAMES))
     first.start()
     assert begun.wait(30)
     remove_leftovers(tmp_path)
-    replace(tmp_path / "thing", fill("second"), NAMES)
-    assert read(tmp_path / "thing") == ["second"] * 2
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and not (tmp_path / "thing").exists()
     go.set()
     first.join()
-    assert read(tmp_path / "thing") == ["first"] * 2
+    second.join()
+    assert read(tmp_path / "thing") == ["second"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
 
-def test_a_work_folder_that_somebody_removes_is_not_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it has no lock yet, another may have taken it for a leftover: it is still there, and soon is not."""
-    taken = list[int | None]()
+def test_many_writers_at_once(tmp_path: Path) -> None:
+    """Each one locks the folder that it writes in, and not one that the writer before has removed."""
+    errors: list[BaseException] = []
 
-    def after_a_remover(folder: Path) -> int | None:
-        if not taken:  # the first one: a remover was quicker
-            taken.append(take_lock(folder))
-        return take_lock(folder)
+    def write(text: str) -> None:
+        try:
+            for _ in range(30):
+                replace(tmp_path / "thing", fill(text), NAMES)
+        except BaseException as error:
+            errors.append(error)
 
-    monkeypatch.setattr(files, "take_lock", after_a_remover)
-    replace(tmp_path / "thing", fill("new"), NAMES)
-    assert read(tmp_path / "thing") == ["new"] * 2
-    left = [path for path in tmp_path.iterdir() if path.name != "thing"]
-    assert [list(path.iterdir()) for path in left] == [[]], "it belongs to the remover, and is empty"
-    let_go(taken[0])
-
-
-def test_a_leftover_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a writer that meets it in between takes it for its own."""
-    (tmp_path / ".thing.abcdefgh").mkdir()
-    remove, locked = shutil.rmtree, list[bool]()
-
-    def look(folder: Path, *, ignore_errors: bool) -> None:
-        locked.append(take_lock(folder) is None)
-        remove(folder, ignore_errors=ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", look)
-    remove_leftovers(tmp_path)
-    assert locked == [True]
-    assert not list(tmp_path.iterdir())
+    writers = [threading.Thread(target=write, args=(text,)) for text in "abcd"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert errors == []
+    assert len(set(read(tmp_path / "thing"))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_does_not_hold_a_folder(tmp_path: Path) -> None:
     """It may outlive the one that took it; and it lets go of nothing that is still that one's."""
     with ExitStack() as child:
-        with folder_taken(tmp_path):
+        with folder_lock(tmp_path):
             child.enter_context(forked_process())
             told = pytest.raises(BadValueError, match="by another process, or by another object of this one")
-            with told, folder_taken(tmp_path):
+            with told, folder_lock(tmp_path):
                 pass
-        with folder_taken(tmp_path):  # the child lives
+        with folder_lock(tmp_path):  # the child lives
             pass
 
 
-@pytest.mark.parametrize("name", [".thing.abc", "thing.abcd_123", ".thing.ABCD_123", ".thing"])
+@pytest.mark.parametrize("name", [".thing", "thing.esper-tmp", ".thing.esper-tmp.old", ".thing.tmp"])
 def test_other_names_are_not_leftovers(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    remove_leftovers(tmp_path)
-    assert (tmp_path / name).exists()
-
-
-def test_other_contents_are_not_leftovers(tmp_path: Path) -> None:
-    """A folder of somebody else's, even under such a name; and a file."""
-    (tmp_path / ".thing.abcd_123").mkdir()
-    (tmp_path / ".thing.abcd_123" / "notes").write_text("mine")
-    (tmp_path / ".thing.abcd_456").write_text("mine")
+    (tmp_path / ".file.esper-tmp").write_text("mine")
     assert not any(is_leftover(path) for path in tmp_path.iterdir())
     remove_leftovers(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {name, ".file.esper-tmp"}
+
+
+def test_free_path(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    (tmp_path / "a.1").mkdir()
+    assert [free_path(tmp_path / name).name for name in ("a", "b")] == ["a.2", "b"]
 
 
 # -- what the system refuses ------------------------------------------------------------------------------------------
@@ -300,6 +298,6 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 def test_strangers_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing" / "notes").write_text("mine")
-    with pytest.raises(BadValueError, match=r"holds \['notes'\]; what is written replaces the folder"):
+    with pytest.raises(BadValueError, match=r"holds \['notes'\], which would be lost; use a new folder"):
         replace(tmp_path / "thing", fill("new"), NAMES)
     assert (tmp_path / "thing" / "notes").read_text() == "mine"

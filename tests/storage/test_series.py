@@ -33,7 +33,7 @@ def test_numbers_are_numbers(tmp_path: Path) -> None:
     series = make(tmp_path, "round-99999", "round-100000", "round-00003", "round-1", "step-00009", "round-00003.old")
     assert series.numbers() == [3, 99999, 100000]
     assert series.newest() == tmp_path / "round-100000"
-    assert series.place(100001) == tmp_path / "round-100001"
+    assert series.path_of(100001) == tmp_path / "round-100001"
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -56,7 +56,8 @@ def test_what_is_next_is_not_below_the_newest(tmp_path: Path) -> None:
     series = make(tmp_path, "round-00010", "round-00011", "round-00012", "refused-round-00013")
     for number in (1, 9, 11):
         with pytest.raises(
-            BadValueError, match=rf"round {number} is below round 12, .*go on from that one, remove .* another folder"
+            BadValueError,
+            match=rf"round {number} is below round 12, .*continue from that one, remove .* another folder",
         ):
             series.require_newest(number)
     for number in (12, 13, 14):
@@ -68,10 +69,11 @@ def test_what_is_next_is_not_below_the_newest(tmp_path: Path) -> None:
 
 def test_the_newest_may_be_with_a_killed_writer(tmp_path: Path) -> None:
     """Killed between two renames, as it replaced the newest: that one counts, and is put in its place."""
-    series = make(tmp_path, "round-00001", ".round-00002.abcdefgh/new", ".round-00002.abcdefgh/old")
+    series = make(tmp_path, "round-00001", ".round-00002.esper-tmp/new", ".round-00002.esper-tmp/old")
     with pytest.raises(BadValueError, match="round 1 is below round 2"):
         series.require_newest(1)
     assert names(tmp_path) == ["round-00001", "round-00002"]
+    assert (tmp_path / "round-00002" / "name").read_text() == ".round-00002.esper-tmp/old"
 
 
 def test_the_newest_is_read(tmp_path: Path) -> None:
@@ -83,12 +85,12 @@ def test_what_is_refused_is_told_and_set_aside(tmp_path: Path) -> None:
     """Under a name that is not taken."""
     series = make(tmp_path, "round-00001", "round-00002", "round-00003", "refused-round-00003")
     for number in (2, 3):
-        (series.place(number) / "bad").write_text("")
+        (series.path_of(number) / "bad").write_text("")
     with pytest.warns(RuntimeWarning) as told:
         assert series.read_newest(read) == "1 round-00001"
     assert [str(each.message) for each in told] == [
-        f"round-0000{number} is not used: {series.place(number)} is bad. It is kept as {aside}; "
-        "going on from round-00001"
+        f"round-0000{number} is not used: {series.path_of(number)} is bad. It is kept as {aside}; "
+        "continuing from round-00001"
         for number, aside in ((3, "refused-round-00003.1"), (2, "refused-round-00002"))
     ]
     assert names(tmp_path) == ["refused-round-00002", "refused-round-00003", "refused-round-00003.1", "round-00001"]
@@ -99,8 +101,8 @@ def test_all_are_refused(tmp_path: Path) -> None:
     """Nothing is moved."""
     series = make(tmp_path, "round-00001", "round-00002")
     for number in (1, 2):
-        (series.place(number) / "bad").write_text("")
-    with pytest.raises(CheckpointError, match=r"none of .*\(round-00002: .*bad; round-00001: .*bad\); put back"):
+        (series.path_of(number) / "bad").write_text("")
+    with pytest.raises(CheckpointError, match=r"none of .*\(round-00002: .*bad; round-00001: .*bad\); restore"):
         series.read_newest(read)
     assert names(tmp_path) == ["round-00001", "round-00002"]
 
@@ -108,7 +110,7 @@ def test_all_are_refused(tmp_path: Path) -> None:
 def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
     """A mistake in the program is no damage."""
     series = make(tmp_path, "round-00001")
-    (series.place(1) / "name").unlink()
+    (series.path_of(1) / "name").unlink()
     with pytest.raises(FileNotFoundError):
         series.read_newest(read)
 

@@ -6,7 +6,7 @@ import pytest
 from karn.run_folders import STEPS, default_events, episode, life, metrics, stage, write_lines, write_run
 
 from esper.karn import read_run
-from esper.karn.reading import Commit
+from esper.karn.state import Commit, RunState, checked_lines, metric_lines
 from esper.leyline import BadValueError, EsperError, SeedStage
 
 
@@ -96,7 +96,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         path = write_run(tmp_path) / name
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join([lines[0], '{"kind": \n', *lines[1:]]))
-        with pytest.raises(BadValueError, match=rf"{name}, line 2 is no JSON"):
+        with pytest.raises(BadValueError, match=rf"{name}, line 2 is not JSON"):
             read_run(tmp_path)
 
 
@@ -184,3 +184,22 @@ def test_curves_of_unequal_length(tmp_path: Path) -> None:
     odd = episode(0, 0, 1.0) | {"control_accuracies": [1.0]}
     with pytest.raises(BadValueError, match="line 1: 8 accuracies, but 1 of the control"):
         read_run(write_run(tmp_path, [metrics(0)], [odd]))
+
+
+def test_a_run_can_be_followed_line_by_line(tmp_path: Path) -> None:
+    """Events come before their round's metrics, as a run writes them: each round shows once it is complete."""
+    folder = write_run(tmp_path)
+    whole = read_run(folder)
+    events = list(checked_lines(folder / "events.jsonl"))
+    state = RunState(folder, whole.config)
+    for number, line in metric_lines(folder):
+        for event in events:
+            if event.content.get("round") == number:
+                state.fold_event(event)
+        assert not state.episodes.get(number)
+        state.fold_metrics(line)
+        assert len(state.episodes[number]) == 4
+    for name in ("rounds", "episodes", "commits", "panics", "slots", "steps", "column_names"):
+        assert getattr(state, name) == getattr(whole, name) or name == "episodes", name
+    assert state.changes == whole.changes
+    assert state.episodes[state.shown] == whole.episodes[whole.shown]

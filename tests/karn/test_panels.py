@@ -9,23 +9,26 @@ from karn.run_folders import default_events, metrics, write_run
 from matplotlib.axes import Axes
 
 from esper.karn import read_run
-from esper.karn.curves import (
+from esper.karn.panels import (
+    HEALTH,
     LEARNING,
     MOST_ROWS,
     OTHERS,
+    columns_of,
     draw_decisions,
-    draw_learning,
     draw_ops,
+    draw_panel,
+    health_panels,
     ops_of,
     quartiles,
     rows_of,
+    short_name,
 )
-from esper.karn.health import PANELS, columns_of, draw_panel, panels_of, short_name
-from esper.karn.reading import Run
+from esper.karn.state import RunState
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunState:
     """Two rounds of four hosts with objectives 1, 2, 3, 4."""
     return read_run(write_run(tmp_path))
 
@@ -55,16 +58,16 @@ def test_quartiles() -> None:
     assert quartiles([5.0]) == (5.0, 5.0)
 
 
-def test_learning_curves(run: Run) -> None:
+def test_learning_curves(run: RunState) -> None:
     """Means are those of the metrics, bands those of the hosts; of a share of 1/4, √(3/16/4) = 0.2165 either way."""
-    curves = {curve.column: curve for curve in LEARNING}
-    (axis,) = draw_learning(run, curves["objective"]).axes
+    curves = {panel.patterns[0]: panel for panel in LEARNING}
+    (axis,) = draw_panel(run, curves["objective"]).axes
     assert [1.25, 2.25] in heights(axis).values()
     assert band(axis) == (1.75, 3.25)
     assert (axis.get_ylabel(), axis.get_xlabel()) == ("points", "round")
-    (axis,) = draw_learning(run, curves["added_parameters"]).axes
+    (axis,) = draw_panel(run, curves["added_parameters"]).axes
     assert band(axis) == (7.5, 22.5)
-    (axis,) = draw_learning(run, curves["committed"]).axes
+    (axis,) = draw_panel(run, curves["committed"]).axes
     assert band(axis) == pytest.approx((0.25 - 0.2165, 0.25 + 0.2165), abs=1e-4)
 
 
@@ -73,13 +76,13 @@ def test_several_tasks_have_a_line_each(tmp_path: Path) -> None:
     tasks = {name: {"objective": value, "reward": {"gain": 1.0}} for name, value in (("a", 3.0), ("b", 4.0))}
     run = read_run(write_run(tmp_path, [metrics(0, tasks=tasks)], default_events(1)))
     assert run.tasks == ["a", "b"]
-    (axis,) = draw_learning(run, LEARNING[0]).axes
+    (axis,) = draw_panel(run, LEARNING[0]).axes
     assert {name: line for name, line in heights(axis).items() if name in "ab"} == {"a": [3.0], "b": [4.0]}
     assert not axis.collections
     assert axis.get_legend() is not None
 
 
-def test_decisions(run: Run) -> None:
+def test_decisions(run: RunState) -> None:
     """Per host: one germination of each kind by four hosts, and two commits; blank where there was none."""
     assert rows_of(run) == ["r1c0/depthwise", "r1c1/norm"]
     germinated, committed = draw_decisions(run).axes[:2]
@@ -114,7 +117,7 @@ def test_panels(tmp_path: Path) -> None:
     rows = [metrics(number, **{"ppo/entropy": 0.5, "ppo/slot/kl": 0.1}) for number in range(3)]
     del rows[1]["ppo/op/entropy"]
     run = read_run(write_run(tmp_path, rows, default_events(3)))
-    panels = {panel.title: panel for panel in PANELS}
+    panels = {panel.title: panel for panel in HEALTH}
     entropy = panels["Entropy"]
     assert columns_of(run, entropy) == ["ppo/entropy", "ppo/op/entropy", "ppo/slot/entropy"]
     (axis,) = draw_panel(run, entropy, columns_of(run, entropy)).axes
@@ -132,7 +135,7 @@ def test_what_counts_as_unchanged(tmp_path: Path) -> None:
     """Rounding is no change; a column that some round lacks is drawn, so that its gap is seen."""
     rows = [metrics(number, **{"ppo/noise": 1e-7 * number, "ppo/drift": 1e-5 * number}) for number in range(3)]
     del rows[1]["ppo/rate"]
-    drawn, constant = panels_of(read_run(write_run(tmp_path, rows, default_events(3))))
+    drawn, constant = health_panels(read_run(write_run(tmp_path, rows, default_events(3))))
     shown = {name for _, columns in drawn for name in columns}
     assert {"ppo/rate", "ppo/drift"} <= shown
     assert "ppo/noise" in dict(constant)
