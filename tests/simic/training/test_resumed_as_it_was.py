@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from simic.training.tiny import quick_config
 
-from esper.leyline import BadValueError, CheckpointError, UnknownNameError
-from esper.simic.telemetry import AlarmLimits
+from esper.leyline import BadValueError, CheckpointError
 from esper.simic.training import run_folder as runs
-from esper.simic.training.run_folder import read_config, write_config
+from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 
 
@@ -55,16 +54,3 @@ def test_other_data_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     again = Trainer(own, run, resume=True)  # nothing was lost by the attempt
     with again.folder:
         assert again.round == 1
-
-
-def test_limits_of_unknown_heads_are_refused(run: Path, tmp_path: Path) -> None:
-    """A limit that is never looked at would be missed when it is too late. Runs that were begun with one are read."""
-    unknown = quick_config(alarms=AlarmLimits(entropy_by_head=(("opp", 0.05),)))
-    with pytest.raises(UnknownNameError, match=r"'opp'.*op.*slot.*blueprint"):
-        Trainer(unknown, tmp_path / "new")
-    twice = quick_config(alarms=AlarmLimits(entropy_by_head=(("op", 0.05), ("op", 0.06))))
-    with pytest.raises(BadValueError, match="'op' twice"):
-        Trainer(twice, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    write_config(run, replace(unknown, rounds=3), 3)
-    assert read_config(run).alarms == unknown.alarms

@@ -200,7 +200,7 @@ class _Rollout:
         hidden, cell = self.hidden_state
         self.hidden_state = hidden.where(~ends[:, None], 0.0), cell.where(~ends[:, None], 0.0)
         self.features.append(view.features)
-        self.parts.append(dict(rewarded.breakdown.parts))
+        self.parts.append(dict(rewarded.parts))
         self.results.append(result)
 
     def record(self) -> RoundRecord:

@@ -74,17 +74,6 @@ class TrainConfig:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
         check_gamma(self.reward.gamma, self.ppo.gamma)
 
-    def check_alarms(self) -> None:
-        """Raise for limits that nothing would ever be judged by. Runs that are there already are not asked: their
-        policies are the same."""
-        heads, named = [head.name for head in head_preset(self.preset).heads], set[str]()
-        for name, _ in self.alarms.entropy_by_head:
-            if name not in heads:
-                raise UnknownNameError("head", name, heads)
-            if name in named:
-                raise BadValueError(f"alarms.entropy_by_head has head {name!r} twice")
-            named.add(name)
-
     @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks by name."""

@@ -47,7 +47,6 @@ class Trainer:
         if resume:
             check_settings(folder, config)
         else:
-            config.check_alarms()
             RunFolder.check_free(folder)
         check_device(config.device)
         if profile is not None:
