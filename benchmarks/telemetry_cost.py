@@ -29,8 +29,6 @@ from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.minibatch import PreparedRound
 from esper.simic.telemetry import Spans
 from esper.simic.training import collect
-from esper.simic.training import recorder as journal
-from esper.simic.training import trainer as loop
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import TaskRegistry, get_task
@@ -62,12 +60,11 @@ def unwatched(trainer: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, instead in (
             (trainer.spans, "enabled", False),
-            (collect, "watch", lambda *_: (nothing, ())),
+            (collect, "find_suspects", lambda *_: (nothing, ())),
             (collect, "compute_lstm_health", lambda _: None),
             (ppo, "summarise", needed),
-            (trainer, "_watch", lambda *_: ((), [])),
-            (loop, "timing_of", lambda *_: {}),
-            (loop, "write_metrics", lambda *_: None),
+            (trainer.recorder, "write_events", lambda *_: None),
+            (trainer.recorder, "write_metrics", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, instead))
         yield
@@ -100,24 +97,23 @@ class Stopwatch:
     @contextmanager
     def timing(self, trainer: Trainer) -> Iterator[None]:
         """Inside, everything that `unwatched` leaves away is timed."""
-        honest = journal.timing_of
+        honest = self.around(trainer.recorder.write_metrics)
 
-        def with_spans(totals: dict[str, Any], lost: dict[str, int]) -> dict[str, Json]:
-            self.seconds += self.per_span * sum(total.visits for total in totals.values())
-            return honest(totals, lost)
+        def with_spans(*arguments: Any) -> Any:
+            self.seconds += self.per_span * sum(total.visits for total in arguments[-1].values())
+            return honest(*arguments)
 
         with ExitStack() as stack:
             for owner, name in (
-                (collect, "watch"),
+                (collect, "find_suspects"),
                 (collect, "compute_lstm_health"),
                 (ppo, "summarise"),
-                (trainer, "_watch"),
-                (loop, "write_metrics"),
+                (trainer.recorder, "write_events"),
                 (trainer.folder.events, "flush"),
                 (trainer.folder.metrics, "flush"),
             ):
                 stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
-            stack.enter_context(patch.object(loop, "timing_of", with_spans))
+            stack.enter_context(patch.object(trainer.recorder, "write_metrics", with_spans))
             yield
 
 

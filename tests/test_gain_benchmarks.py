@@ -50,7 +50,7 @@ def test_gain_lasts_on_test_images_is_signed(
     monkeypatch.chdir(tmp_path)
     Trainer(quick_config(1), Path("a")).run(progress=False)
     unfinished = Trainer(quick_config(2, seed=1, start=Path("a")), Path("b"))
-    with unfinished.folder, unfinished.hub:
+    with unfinished.folder, unfinished.recorder.hub:
         unfinished.run_round()
     arguments = ["--task", QUICK, "--hosts", "2", "--steps", "2", "--out", "out"]
     run_here("gain_lasts", "--policies", "a", *arguments)

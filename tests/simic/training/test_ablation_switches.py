@@ -27,19 +27,19 @@ from esper.tamiyo.features import SENSED, growth_layout
 from esper.tamiyo.policies import RandomPolicy
 from esper.tolaria import HostFleet, HostTrainer
 
-SWITCHES: dict[str, tuple[list[str], dict[str, object]]] = {
-    "no shaping": (["--reward.shaping", "0"], {"reward.shaping": 0.0}),
-    "no memory": (["--ppo.network.no-recurrent"], {"ppo.network.recurrent": False}),
-    "critic without the control": (["--ppo.network.no-informed-critic"], {"ppo.network.informed_critic": False}),
-    "joint clipping": (["--ppo.clipping", "joint"], {"ppo.clipping": "joint"}),
-    "lambda 1": (["--ppo.lam", "1"], {"ppo.lam": 1.0}),
-    "epsilon 0": (["--ppo.explore", "0"], {"ppo.explore": 0.0}),
-    "uncentred heads": (["--ppo.no-centred"], {"ppo.centred": False}),
-    "straight-through": (["--isolation", "straight_through"], {"isolation": "straight_through"}),
-    "no sensing": (["--no-sensing"], {"sensing": False}),
-    "shaped reward": (["--reward.family", "shaped"], {"reward.family": "shaped"}),
+SWITCHES: dict[str, tuple[list[str], str, dict[str, object]]] = {
+    "no shaping": ([], "[reward]\nshaping = 0", {"reward.shaping": 0.0}),
+    "no memory": ([], "[ppo.network]\nrecurrent = false", {"ppo.network.recurrent": False}),
+    "critic without the control": ([], "ppo.network.informed_critic = false", {"ppo.network.informed_critic": False}),
+    "joint clipping": ([], "[ppo]\nclipping = 'joint'", {"ppo.clipping": "joint"}),
+    "lambda 1": ([], "[ppo]\nlam = 1", {"ppo.lam": 1.0}),
+    "epsilon 0": (["--ppo.explore", "0"], "", {"ppo.explore": 0.0}),
+    "uncentred heads": ([], "[ppo]\ncentred = false", {"ppo.centred": False}),
+    "straight-through": (["--isolation", "straight_through"], "", {"isolation": "straight_through"}),
+    "no sensing": (["--no-sensing"], "", {"sensing": False}),
+    "shaped reward": (["--reward.family", "shaped"], "", {"reward.family": "shaped"}),
 }
-"""What the command line says, and what changes in the configuration."""
+"""Flags of the command line, its file, and what changes in the settings."""
 
 
 def flat(config: TrainConfig) -> set[tuple[str, object]]:
@@ -55,11 +55,11 @@ def flat(config: TrainConfig) -> set[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_flag_changes_one_setting_and_is_kept_with_the_run(name: str, tmp_path: Path) -> None:
+def test_a_switch_changes_one_setting_and_is_kept_with_the_run(name: str, tmp_path: Path) -> None:
     """From `esper train` into config.json and back; nothing else changes."""
-    flags, changed = SWITCHES[name]
-    command = tyro.cli(TrainCommand, args=flags)
-    config = TrainConfig(**{field.name: getattr(command, field.name) for field in fields(TrainConfig)})
+    flags, text, changed = SWITCHES[name]
+    (tmp_path / "run.toml").write_text(text)
+    config = tyro.cli(TrainCommand, args=[*flags, "--config", str(tmp_path / "run.toml")]).settings()
     assert dict(flat(config) - flat(TrainConfig())) == changed
     with RunFolder.create(tmp_path / "run", config):
         pass

@@ -41,7 +41,7 @@ def test_groups() -> None:
     values = torch.arange(8)
     assert groups.grown_of(values).tolist() == [0, 1, 2, 4, 5, 6]
     assert groups.control_of(values).tolist() == [3, 3, 3, 7, 7, 7]
-    with pytest.raises(BadValueError, match="no whole number"):
+    with pytest.raises(BadValueError, match="9 hosts cannot be divided into groups of 3"):
         Groups.of(9, 3)
 
 

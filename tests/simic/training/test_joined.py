@@ -111,7 +111,7 @@ def test_an_unfinished_run_is_warned_of() -> None:
     """By its own name, with both numbers, on the screen and in the JSON."""
     train("a", seed=0)
     trainer = Trainer(quick_config(3, seed=1), Path("b"))
-    with trainer.folder, trainer.hub:
+    with trainer.folder, trainer.recorder.hub:
         trainer.run_round()
     found = run_comparisons([QUICK], ["a", "b", "static:b"], EvaluationConfig(QUICK, 2, 7), progress=False)
     (warning,) = found.warnings

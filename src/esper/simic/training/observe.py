@@ -1,4 +1,4 @@
-"""From a fleet to what a controller may see of it."""
+"""What a controller sees of a fleet."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
-from esper.leyline import LIVE_STAGES, LifecycleOp, SeedStage, SlotSpec
+from esper.leyline import LIVE_STAGES, SeedStage, SlotSpec
 from esper.simic.training.hosts import Groups
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
 from esper.tolaria import HostFleet
@@ -26,10 +26,10 @@ _FIELDS = (
 
 
 class Observer:
-    """Keeps what signals need from earlier steps of an episode: the last and best accuracy, the best contributions."""
+    """Turns measurements of a fleet into signals. Tracks the last and best accuracy and the best contributions."""
 
     def __init__(self, fleet: HostFleet, groups: Groups, *, gated: bool = False) -> None:
-        """`gated`: a seed may come with a gate, which then has to fit into the budget too."""
+        """`gated`: seeds may have a gate, whose parameters then count towards the budget."""
         self.fleet, self.groups = fleet, groups
         slots = list(fleet.slots.values())
         self.names = fleet.task.slot_config.blueprint_names
@@ -46,7 +46,7 @@ class Observer:
         self.begin()
 
     def begin(self) -> None:
-        """A new episode."""
+        """Forget the last episode."""
         n, device = self.groups.grown, self.fleet.device
         self._accuracy: Tensor | None = None
         self._control: Tensor | None = None
@@ -55,16 +55,11 @@ class Observer:
         self._best = np.full((n, len(self.fleet.slots)), np.nan)
 
     def look(
-        self,
-        found: FleetComparison,
-        sensing: Sensing,
-        potential: Tensor,
-        last_op: Tensor,
-        last_succeeded: Tensor,
+        self, comparison: FleetComparison, sensing: Sensing, potential: Tensor, last_op: Tensor, last_succeeded: Tensor
     ) -> TrainingSignals:
-        """The signals of all grown envs after a step. Host sync: once, for accuracies and losses of all rows."""
+        """Signals of all grown envs after a step. Host sync: one, for accuracies and losses of all rows."""
         fleet, groups, task = self.fleet, self.groups, self.fleet.task
-        accuracies, losses = accuracy_of(found.main), loss_of(found.main)
+        accuracies, losses = accuracy_of(comparison.main), loss_of(comparison.main)
         accuracy, control = groups.grown_of(accuracies), groups.control_of(accuracies)
         done = fleet.step_index / task.steps
         better = accuracy > self._best_accuracy
@@ -86,13 +81,10 @@ class Observer:
             last_succeeded=last_succeeded,
         )
         critic = CriticView(
-            potential,
-            control,
-            torch.zeros_like(control) if self._control is None else control - self._control,
-            control,
+            potential, control, torch.zeros_like(control) if self._control is None else control - self._control, control
         )
         self._accuracy, self._control = accuracy, control
-        slots = self.slots(found, sensing)
+        slots = self.slots(comparison, sensing)
         free = (slots.stage == int(SeedStage.DORMANT)).unsqueeze(-1)
         affordable = self._parameters + self._gates <= (self._budget - grown)[:, None, None]
         offered = self._parameters > 0
@@ -100,7 +92,7 @@ class Observer:
         return TrainingSignals(hosts, slots, offers, critic)
 
     def slots(self, found: FleetComparison, sensing: Sensing) -> SlotView:
-        """The slots of all grown envs as they are now."""
+        """Current slots of all grown envs."""
         n, device = self.groups.grown, self.fleet.device
         table = {name: np.zeros((n, len(self.fleet.slots))) for name in _FIELDS}
         for row, env in enumerate(self.groups.envs):
@@ -179,19 +171,13 @@ class Observer:
 
 
 def accuracy_of(rows: Sequence[RowScore]) -> Tensor:
-    """(rows,): in percent, left on the device."""
+    """Accuracy (rows,) in percent, on the device."""
     return 100 * torch.stack([row.correct for row in rows]).float().mean(1)
 
 
 def loss_of(rows: Sequence[RowScore]) -> Tensor:
-    """(rows,): mean cross-entropy, left on the device."""
+    """Mean cross-entropy (rows,), on the device."""
     return torch.stack([row.losses for row in rows]).float().mean(1)
-
-
-def first_actions(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The last op and its success before anything was done."""
-    waited = torch.full((n,), int(LifecycleOp.WAIT), device=device)
-    return waited, torch.ones(n, dtype=torch.bool, device=device)
 
 
 def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
@@ -199,5 +185,5 @@ def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
 
 
 def _cost(slot: SlotSpec, name: str) -> float:
-    """Parameters of a blueprint in a slot; 0 where it is not offered."""
+    """Parameters of a blueprint in a slot; 0 if it is not offered."""
     return float(next((offer.parameters for offer in slot.blueprints if offer.name == name), 0))
