@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -27,7 +28,20 @@ BELOW = {
     "karn": {"leyline", "storage", "nissa"},
     "integrations": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config"},
     "config": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
-    "cli": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config", "integrations", "karn"},
+    "__main__": {"cli"},
+    "cli": {
+        "",
+        "leyline",
+        "storage",
+        "kasmina",
+        "tolaria",
+        "tamiyo",
+        "nissa",
+        "simic",
+        "config",
+        "integrations",
+        "karn",
+    },
 }
 """Each subsystem, and those that it may import."""
 
@@ -125,7 +139,7 @@ def test_the_rule_has_no_cycle() -> None:
     """The table above is an order."""
     order = list(TopologicalSorter(BELOW).static_order())
     assert order.index("leyline") < order.index("kasmina") < order.index("tolaria") < order.index("simic")
-    assert order[-1] == "cli"
+    assert order[-1] == "__main__"
 
 
 @pytest.mark.requirement(61)
@@ -158,6 +172,25 @@ def test_no_import_inside_a_function() -> None:
     assert [f"{module.name}:{found.line}" for module, found in hidden if found.target not in KERNELS] == []
 
 
+IMPORTERS = {"import_module", "__import__", "find_spec", "spec_from_file_location", "exec", "eval"}
+"""Calls that can load a module whose name is only known when they run."""
+
+
+@pytest.mark.requirement(61)
+def test_no_import_by_name() -> None:
+    """No module of Esper is imported by a name in a string, which no other test would see."""
+    named, found = [], 0
+    for module in MODULES.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORTERS:
+                found += 1
+                texts = (leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant))
+                if any(isinstance(text, str) and "esper" in text for text in texts):
+                    named.append(f"{module.name}:{node.lineno}")
+    assert found > 0, "the exporter looks names up in their modules"
+    assert named == []
+
+
 def _defined(module: Module) -> set[str]:
     """Names that a module makes itself, at its top level."""
     names: set[str] = set()
@@ -181,8 +214,40 @@ def test_only_doors_reexport() -> None:
     ]
     assert wrong == []
     for door in doors:
-        foreign = [found.target for found in MODULES[door].imports if not found.target.startswith(f"{door}.")]
+        foreign = [
+            found.target
+            for found in MODULES[door].imports
+            if found.target.startswith("esper") and not found.target.startswith(f"{door}.")
+        ]
         assert foreign == [], f"{door} re-exports from elsewhere"
+
+
+FOR_USERS = {"EpisodeOutcome", "RELEVANCE", "alarm_catalogue", "relative_loss"}
+"""Exported for users and tests; Esper itself does not call them."""
+
+
+@pytest.mark.requirement(57)
+def test_exported_names_are_used() -> None:
+    """Each name of a public list exists once in it, and the source, the docs or an example uses it."""
+    leaves = [leaf for module in MODULES.values() for leaf in ast.walk(module.tree)]
+    used = {leaf.id for leaf in leaves if isinstance(leaf, ast.Name) and isinstance(leaf.ctx, ast.Load)}
+    used |= {leaf.attr for leaf in leaves if isinstance(leaf, ast.Attribute)}
+    root = SOURCE.parent
+    for path in (root / "README.md", *root.glob("docs/*.md"), *root.glob("examples/*.py")):
+        used |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    exported = 0
+    for name, module in MODULES.items():
+        for node in module.tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                public = ast.literal_eval(node.value)
+                taken = {found.name for found in module.imports} | {
+                    found.target.rsplit(".", 1)[1] for found in module.imports if found.name is None
+                }
+                assert len(public) == len(set(public)), name
+                assert set(public) <= taken | _defined(module), name
+                assert set(public) - used - FOR_USERS == set(), f"{name} exports what nobody uses"
+                exported += len(public)
+    assert exported > 100
 
 
 @pytest.mark.requirement(61)
@@ -231,6 +296,31 @@ def test_no_stubs_for_torch() -> None:
             if isinstance(node, ast.Assign):
                 names = {leaf.id for target in node.targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
                 assert not names & {"torch", "nn", "F", "Tensor", "np"}, f"{module.name}:{node.lineno}"
+
+
+def _suppresses_import_errors(node: ast.With) -> bool:
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    caught = {
+        ast.unparse(argument).split(".")[-1]
+        for call in calls
+        if ast.unparse(call.func).split(".")[-1] == "suppress"
+        for argument in call.args
+    }
+    return bool(caught & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+
+
+@pytest.mark.requirement(85)
+def test_no_import_of_torch_is_suppressed() -> None:
+    """`with suppress(ImportError)` would be such a net too."""
+    suppressing = 0
+    for module in MODULES.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.With):
+                suppressing += "suppress" in ast.unparse(node.items[0])
+                if _suppresses_import_errors(node):
+                    tried = {found.target.split(".")[0] for found in _imports(node, set(MODULES))}
+                    assert not tried & CORE_PACKAGES, f"{module.name}:{node.lineno}"
+    assert suppressing > 3, "there are others"
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:

@@ -88,6 +88,19 @@ def test_fresh_process(travelled: Path, name: str) -> None:
     assert found["losses"] == rest_of_training(model, kind)
 
 
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_seeds_take_the_mode_of_the_model(tmp_path: Path, training: bool) -> None:
+    """Loaded into `eval()` no part of a seed is left in training mode, nor the other way round."""
+    stages = dict(zip(SLOTS["cnn"], (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.FOSSILIZED), strict=True))
+    build("cnn", stages, "gate").train(not training).save(tmp_path / "model")
+    loaded = MorphogeneticModel.load(
+        tmp_path / "model", MorphogeneticModel(HOSTS["cnn"](), SLOTS["cnn"]).train(training)
+    )
+    assert sum(len(list(slot.modules())) for slot in loaded.seed_slots.values()) > 9
+    assert {part.training for part in loaded.modules()} == {training}
+
+
 def test_attached_host(tmp_path: Path) -> None:
     """Slot ids with dots, on a foreign host with running statistics; probed or not yet, it becomes what was saved."""
 

@@ -1,10 +1,14 @@
 """The protocols between learning and whatever grows."""
 
 import inspect
+import tomllib
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
+import gymnasium
 import pytest
 from torch import nn
 
@@ -109,3 +113,65 @@ def test_no_any(protocol: type, name: str) -> None:
 def test_the_module_does_not_know_any() -> None:
     """The module does not even import Any or cast."""
     assert not {"Any", "cast"} & set(vars(contracts))
+
+
+# -- all public lists -------------------------------------------------------------------------------------------------
+
+DOORS = (
+    *("leyline", "tolaria", "tamiyo", "tamiyo.policies"),
+    *("simic.agent", "simic.control", "simic.rewards", "simic.telemetry"),
+)
+MAY_BE_ANY = {
+    "Learned.__init__": "environments with spaces of any kind",
+    "Learned.act": "arrays of any kind of number",
+    "Learned.load": "environments, as above",
+    "learn": "environments, as above",
+    "Policy.act": "each policy has its own kind of memory",
+    "Policy.initial_memory": "likewise",
+    "TamiyoRolloutBuffer.moved": "tensors, or named tuples of them",
+    "load_agent": "dataclasses of the types that the caller names",
+}
+ONLY_FOR_THE_CHECKER = {"gymnasium": gymnasium, "NDArray": list}
+"""Names that modules import for the type checker alone. (NumPy spells its arrays with an Any of its own.)"""
+
+
+def public_calls(door: str) -> Iterator[tuple[str, FunctionType]]:
+    """Functions and methods that a package offers, by name."""
+    package = import_module(f"esper.{door}")
+    for name in package.__all__:
+        value = getattr(package, name)
+        if isinstance(value, FunctionType):
+            yield name, value
+        for key, member in vars(value).items() if isinstance(value, type) else ():
+            call = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            public = key in ("__init__", "__call__") or not key.startswith("_")
+            if public and isinstance(call, FunctionType) and call.__module__.startswith("esper."):
+                yield f"{name}.{key}", call
+
+
+@pytest.mark.requirement(53)
+@pytest.mark.parametrize("door", DOORS)
+def test_public_calls_are_typed(door: str) -> None:
+    """Every argument and result of everything public has a type, and hardly any of them is Any."""
+    found = dict(public_calls(door))
+    assert len(found) > 3
+    for name, call in found.items():
+        hints = get_type_hints(call, localns=ONLY_FOR_THE_CHECKER)
+        assert set(hints) == {*inspect.signature(call).parameters, "return"} - {"self", "cls"}, name
+        loose = [key for key, hint in hints.items() if any(part is Any for part in parts_of(hint))]
+        assert not loose or name in MAY_BE_ANY, f"{name}: {loose}"
+
+
+@pytest.mark.requirement(53)
+def test_the_checker_is_strict_everywhere() -> None:
+    """Over all of the source, and no module of ours is let off."""
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["strict"] is True
+    assert "src" in settings["files"]
+    assert not {"exclude", "disable_error_code", "ignore_errors"} & set(settings)
+    assert not [
+        name for name, value in settings.items() if name.startswith(("disallow", "check", "warn")) and not value
+    ]
+    for override in settings["overrides"]:
+        assert set(override) == {"module", "ignore_missing_imports"}
+        assert not [module for module in override["module"] if module.startswith("esper")]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forks import forked_process
 
 from esper.leyline import BadValueError, StorageError
@@ -23,6 +24,7 @@ from esper.storage.files import (
     replace_file,
 )
 from esper.storage.files import replace_folder as replace
+from esper.storage.stored import StoredFormat, write_stored
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("a", "b")
@@ -301,3 +303,54 @@ def test_strangers_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(BadValueError, match=r"holds \['notes'\], which would be lost; use a new folder"):
         replace(tmp_path / "thing", fill("new"), NAMES)
     assert (tmp_path / "thing" / "notes").read_text() == "mine"
+
+
+# -- power failures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is synced or renamed, in order, each by its number on the disk."""
+    done: list[tuple[str, int]] = []
+    fsync, rename, replaced = os.fsync, Path.rename, Path.replace
+
+    def synced(handle: int) -> None:
+        done.append(("sync", os.fstat(handle).st_ino))
+        fsync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    def moved(path: Path, target: Path) -> Path:
+        done.append(("rename", path.stat().st_ino))
+        return replaced(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "replace", moved)
+    return done
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, order: list[tuple[str, int]]) -> None:
+    """And its name is, before the call returns: else a power failure could leave an empty file."""
+    replace_file(tmp_path / "file", "text")
+    file, folder = (path.stat().st_ino for path in (tmp_path / "file", tmp_path))
+    assert order == [("sync", file), ("rename", file), ("sync", folder)]
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, order: list[tuple[str, int]]) -> None:
+    """A checkpoint: both of its files, then their names, then the folder's own."""
+    kind = StoredFormat("test", 1, "thing.json", "thing.safetensors")
+    write_stored(tmp_path / "thing", kind, {"a": 1}, {"x": torch.zeros(2)})
+    thing = tmp_path / "thing"
+    weights, document, folder, parent = (
+        path.stat().st_ino for path in (thing / kind.weights, thing / kind.document, thing, tmp_path)
+    )
+    assert order == [
+        ("sync", weights),
+        ("sync", document),
+        ("sync", folder),
+        ("rename", folder),
+        ("sync", parent),
+    ]

@@ -117,3 +117,27 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
 def test_no_place_for_a_log(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"log\.jsonl cannot be written \(No such file or directory\)"):
         JsonLines(tmp_path / "none" / "log.jsonl")
+
+
+def test_a_log_is_on_the_disk_after_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, and a tail before it is cut off: a checkpoint must not know of lines that a power failure takes."""
+    synced: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        names = {path.stat().st_ino: path.name for path in (tmp_path, *tmp_path.iterdir())}
+        status = os.fstat(handle)
+        if names[status.st_ino] != tmp_path.name:
+            synced.append((names[status.st_ino], status.st_size))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    log = JsonLines(tmp_path / "log.jsonl")
+    log.write(a=1)
+    log.write(b=2)
+    assert log.flush() == 16
+    assert synced == [("log.jsonl", 16)]
+    log.close()
+    synced.clear()
+    with JsonLines(tmp_path / "log.jsonl", 8):
+        assert synced == [("log.jsonl.tail-8", 8), ("log.jsonl", 8)]

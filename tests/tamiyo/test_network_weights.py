@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tamiyo.policies import NAMES, SHARP, SMALL, build, decide, layout, random_masks, slots
-from torch import nn
+from torch import Tensor, nn
 
 from esper.leyline import BadValueError, LifecycleOp, head_preset
 from esper.tamiyo import (
@@ -18,7 +18,7 @@ from esper.tamiyo import (
     growth_table,
     vector_layout,
 )
-from esper.tamiyo.network import FORGET_BIAS
+from esper.tamiyo.network import FORGET_BIAS, Stretches
 
 
 @pytest.mark.requirement(66)
@@ -93,6 +93,65 @@ def test_no_norm_around_the_memory(name: str) -> None:
     seen = torch.randn(64, network.layout.size)
     weak, strong = network.encode(seen).trunk, network.encode(10 * seen).trunk
     assert bool(((strong.norm(dim=-1) / weak.norm(dim=-1)).median() - 10).abs() < 2)
+
+
+@pytest.mark.requirement(27)
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_the_magnitude_of_the_memory_reaches_actor_and_critic(name: str) -> None:
+    """What the LSTM puts out ten times as strongly is ten times as strong before both ReLUs, in a step as in a
+    sequence. Biases begin at 0; the critic's own columns are 0 here."""
+    network = build(name)
+    encoded = network.encode(torch.randn(8, network.layout.size))
+    encoded = encoded._replace(critic=torch.zeros_like(encoded.critic))
+    memory = torch.randn(8, 16), torch.randn(8, 16)
+    core, after = network.step(encoded.trunk, memory)
+    assert torch.equal(core, after[0])
+    unrolled = network.unroll(encoded.trunk, Stretches(((8, 1),), None), memory)
+    torch.testing.assert_close(unrolled, core, rtol=1e-4, atol=1e-5)
+    seen: dict[str, list[Tensor]] = {"actor": [], "critic.0": []}
+    for part, outputs in seen.items():
+        network.get_submodule(part).register_forward_hook(lambda _, __, output, kept=outputs: kept.append(output))
+    for strength in (1, 10):
+        network.decide(strength * core, encoded, network.table.open_masks(8), 0.0)
+        network.value(strength * core, encoded)
+    for weak, strong in seen.values():
+        assert float(weak.abs().max()) > 0.01
+        torch.testing.assert_close(strong, 10 * weak, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.requirement(67)
+@pytest.mark.parametrize("name", ["vector", "full3"])
+def test_every_width_is_the_one_that_was_set(name: str) -> None:
+    """Encoder 8, LSTM 32, actor and critic 12: no layer has another width."""
+    network = build(name, NetworkConfig(encoder=8, encoder_layers=2, hidden=32, head=12))
+    seen = network.layout
+    shapes = {part: tuple(weight.shape) for part, weight in network.named_parameters() if weight.dim() == 2}
+    pooled = 3 * 8 if seen.slots else 0
+    expected = {
+        "trunk.0.weight": (8, len(seen.host) + pooled),
+        "trunk.2.weight": (8, 8),
+        "lstm.weight_ih_l0": (4 * 32, 8),
+        "lstm.weight_hh_l0": (4 * 32, 32),
+        "actor.weight": (12, 32),
+        "critic.0.weight": (12, 32 + len(seen.critic)),
+        "critic_out.weight": (1, 12),
+    }
+    if seen.slots:
+        expected |= {
+            "slot_encoder.0.weight": (8, len(seen.slot) + 2 * len(seen.offer)),
+            "slot_encoder.2.weight": (8, 8),
+            "slot_attention.weight": (1, 8),
+            "slot_told.weight": (12, 8),
+            "heads.slot.weight": (8, 12),
+            "heads.blueprint.names.weight": (seen.blueprints, 12),
+            "heads.blueprint.columns.weight": (12, len(seen.offer)),
+            "heads.blueprint.score.weight": (1, 12),
+        }
+    linear = [head for head in network.table.heads if head.kind == "linear"]
+    expected |= {f"heads.{head.name}.weight": (head.size, 12) for head in linear}
+    expected |= {f"told.{head.name}.weight": (head.size, 12) for head in linear[:-1]}
+    assert shapes == expected
 
 
 @pytest.mark.requirement(67)

@@ -323,6 +323,24 @@ def test_replays_equal_eager_minibatches(isolation: Isolation, monkeypatch: pyte
             assert torch.allclose(value, wanted[name], rtol=1e-3, atol=1e-4), f"env {env}, {name}"
 
 
+@pytest.mark.gpu
+def test_a_replay_leaves_the_results_of_other_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs share one memory pool: a later graph keeps its results where an earlier one works."""
+    task, device = rounding_task("cnn", SGD), torch.device("cuda")
+    compile_kernels(make_fleet(task, device=device))
+    monkeypatch.setattr("esper.tolaria.graphs.CAPTURE_AFTER", 0)
+    fleet = make_fleet(task, device=device)
+    fleet.train_minibatch(fleet.draw(0), 0.01)
+    fleet.germinate(0, "r1c0", "bottleneck")  # a bank more is a new structure
+    fleet.advance(0, "r1c0")
+    results = [fleet.train_minibatch(fleet.draw(1), 0.01), *fleet.norms().values()]
+    before = [tensor.clone() for tensor in results]
+    assert fleet.graphs is not None
+    assert fleet.graphs.captures == 2
+    next(iter(fleet.graphs._graphs.values())).graph.replay()
+    assert all(torch.equal(tensor, value) for tensor, value in zip(results, before, strict=True))
+
+
 # -- validation -------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,9 @@ import torch
 from fleets import AT_ONCE, Seedling, assert_same, assert_same_env, everything_of, grow, make_fleet, task_of
 from torch import Tensor, nn
 
+from esper.kasmina.layers import BatchNorm2d, Statistics
 from esper.leyline import SeedStage
-from esper.tolaria import HostFleet, Symptom, get_task
+from esper.tolaria import HostFleet, Panic, Symptom, get_task
 from esper.tolaria.batches import Samples
 
 TASK = replace(get_task("digits"), steps=20, batches_per_step=6)
@@ -222,6 +223,135 @@ def test_faults_are_caught_before_the_next_decision(
     assert_restored(fleet, trained, ENV)
     for env in {*range(fleet.n)} - {ENV}:
         assert_same_env(fleet, healthy, env)
+
+
+HEAD = ("segments.6.linear.weight", "segments.6.linear.bias")
+
+
+@contextmanager
+def scaled_head(fleet: HostFleet, factor: float, bias: float = 0.0) -> Iterator[None]:
+    """The last layer times a factor, with this much more for the first class; put back at the end."""
+    weight, offset = (fleet.host.weights.leaves[name].detach()[ENV] for name in HEAD)
+    before = weight.clone(), offset.clone()
+    weight *= factor
+    offset *= factor
+    offset[0] += bias
+    yield
+    weight.copy_(before[0])
+    offset.copy_(before[1])
+
+
+def show_nan(fleet: HostFleet) -> None:
+    """A minibatch with one pixel that is no number."""
+    with nan_data(fleet, fleet.draw(0)) as samples:
+        fleet.train_minibatch(samples, 0.05)
+
+
+def show_guesses(fleet: HostFleet) -> None:
+    """Logits that are nearly equal, yet differ from image to image: 0.02² is above the limit of flat ones."""
+    with scaled_head(fleet, 0.02):
+        fleet.train_minibatch(fleet.draw(0), 0.0)
+
+
+def show_high_losses(fleet: HostFleet) -> None:
+    """Three minibatches of confident mistakes."""
+    with scaled_head(fleet, -3.0):
+        for index in range(3):
+            assert fleet.governor.verdicts() == []
+            fleet.train_minibatch(fleet.draw(index), 0.0)
+
+
+def show_flat_logits(fleet: HostFleet) -> None:
+    """The same class for every image, which costs more than a guess."""
+    with scaled_head(fleet, 0.0, bias=3.0):
+        fleet.train_minibatch(fleet.draw(0), 0.0)
+
+
+def show_large_update(fleet: HostFleet) -> None:
+    """One step of a thousand times the rate."""
+    with high_rate(fleet, fleet.draw(0)) as samples:
+        fleet.train_minibatch(samples, 0.05)
+
+
+SIGNS: dict[Symptom, Callable[[HostFleet], None]] = {
+    Symptom.NOT_FINITE: show_nan,
+    Symptom.COLLAPSE: show_guesses,
+    Symptom.DIVERGENCE: show_high_losses,
+    Symptom.FLAT_LOGITS: show_flat_logits,
+    Symptom.RUNAWAY_UPDATE: show_large_update,
+}
+
+
+@pytest.mark.requirement(95)
+@pytest.mark.parametrize("symptom", Symptom, ids=lambda symptom: symptom.name)
+def test_each_symptom_alone_is_reported(symptom: Symptom, trained: HostFleet) -> None:
+    """A fault that shows in one sign only; without that sign nobody would know of it."""
+    fleet = copy.deepcopy(trained)
+    SIGNS[symptom](fleet)
+    assert fleet.governor.verdicts() == [Panic(ENV, (symptom,))]
+
+
+@pytest.mark.requirement(95)
+def test_a_loss_that_is_high_in_validation_alone_is_reported(trained: HostFleet) -> None:
+    """Nothing was wrong in training."""
+    fleet = copy.deepcopy(trained)
+    fleet.train_step()
+    with scaled_head(fleet, -3.0):
+        found = fleet.validate()
+    assert fleet.govern(found) == [Panic(ENV, (Symptom.DIVERGENCE,))]
+
+
+def panics_after(fleet: HostFleet, fault: Fault) -> dict[int, tuple[Symptom, ...]]:
+    """Symptoms by env, before the next decision, of a fault in the first of two minibatches."""
+    fleet.snapshots.take()
+    with fault(fleet, fleet.draw(0)) as samples:
+        fleet.train_minibatch(samples, 0.01)
+    fleet.train_minibatch(fleet.draw(1), 0.01)
+    return {panic.env: panic.symptoms for panic in fleet.govern(fleet.validate())}
+
+
+HIDDEN_FAULTS = pytest.mark.parametrize(
+    "fault", [nan_weight, nan_data, infinite_data, nan_gradient], ids=lambda fault: fault.__name__
+)
+
+
+@pytest.mark.requirement(95)
+@HIDDEN_FAULTS
+def test_a_host_with_finite_logits_is_seen(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA kernels turn a NaN into 0 at a ReLU. Here every pooled ReLU does, so that all losses are
+    finite; gradients and weights still tell."""
+    real = BatchNorm2d.relu_pool
+
+    def relu_pool(self: BatchNorm2d, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        y, statistics = real(self, x, train)
+        return y.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf) if train else y, statistics
+
+    monkeypatch.setattr(BatchNorm2d, "relu_pool", relu_pool)
+    fleet = make_fleet(task_of("cnn"), grown=False)
+    losses: list[Tensor] = []
+    observe = fleet.governor.observe
+
+    def watched(*signs: Tensor) -> None:
+        losses.append(signs[0])
+        observe(*signs)
+
+    monkeypatch.setattr(fleet.governor, "observe", watched)
+    found = panics_after(fleet, fault)
+    assert list(found) == [ENV]
+    assert Symptom.NOT_FINITE in found[ENV]
+    assert torch.stack(losses).isfinite().all()
+
+
+@pytest.mark.requirement(95)
+@pytest.mark.gpu
+@HIDDEN_FAULTS
+def test_a_broken_host_is_seen_on_cuda(fault: Fault) -> None:
+    """Its losses are finite, because kernels turn the NaN into 0. (cuDNN's grouped convolutions hand a
+    NaN to the next row too, so that a neighbour may panic with it.)"""
+    fleet = make_fleet(task_of("cnn"), device=torch.device("cuda"))
+    found = panics_after(fleet, fault)
+    assert Symptom.NOT_FINITE in found[ENV]
+    assert fleet.host.weights.matrix.isfinite().all()
 
 
 def test_life_goes_on_after_a_panic(trained: HostFleet, monkeypatch: pytest.MonkeyPatch) -> None:

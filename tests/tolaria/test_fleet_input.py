@@ -112,6 +112,38 @@ def test_what_is_refused_has_changed_nothing(what: str, grown: HostFleet) -> Non
         assert_same_env(fleet, grown, env)
 
 
+@pytest.fixture(scope="module")
+def trained(grown: HostFleet) -> HostFleet:
+    """The same after a step of training: no weight is as it was drawn, and every optimiser has momentum."""
+    fleet = copy.deepcopy(grown)
+    fleet.train_step()
+    for env, slot_id in ((2, "r1c0"), (3, "r1c0"), (4, "r1c0"), (5, "r1c2")):
+        bank = fleet.banks[slot_id, str(fleet.states[env][slot_id].blueprint)]
+        assert all(state[env].any() for state in bank.optimizer.state.values())
+    return fleet
+
+
+@pytest.mark.invariant(5)
+@pytest.mark.parametrize(
+    ("env", "slot_id"), [(2, "r1c0"), (3, "r1c0"), (4, "r1c0"), (5, "r1c0"), (5, "r1c2"), (6, "r1c0")]
+)
+@pytest.mark.parametrize("blueprint", [None, "norm"], ids=["its own", "another"])
+def test_a_refused_germination_leaves_a_trained_seed_alone(
+    env: int, slot_id: str, blueprint: str | None, trained: HostFleet
+) -> None:
+    """TRAINING, BLENDING, HOLDING, FOSSILIZED or at rest. Replanting would show in weights or momentum."""
+    fleet = copy.deepcopy(trained)
+    plan, banks = fleet.plan, list(fleet.banks)
+    with pytest.raises(SlotOccupiedError):
+        fleet.germinate(env, slot_id, blueprint or fleet.states[env][slot_id].blueprint or "conv_light")
+    assert fleet.plan is plan
+    assert list(fleet.banks) == banks
+    for bank, before in zip(fleet.banks.values(), trained.banks.values(), strict=True):
+        assert torch.equal(bank.weights.matrix, before.weights.matrix)
+    for each in range(fleet.n):
+        assert_same_env(fleet, trained, each)
+
+
 def test_the_budget_is_each_envs_own(grown: HostFleet) -> None:
     """What fits exactly is granted, and then nothing more; another env has its own."""
     fleet = copy.deepcopy(grown)

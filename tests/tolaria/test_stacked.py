@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from fleets import AT_ONCE, assert_same, assert_same_env, batches_of, everything_of, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import torch_optimiser
 from torch import Size, Tensor, nn
 
 import esper
-from esper.tolaria import OptimiserConfig
+from esper.tolaria import HostFleet, OptimiserConfig, Symptom
+from esper.tolaria.batches import Samples
+from esper.tolaria.fleet import row_losses
 from esper.tolaria.stacked import MemberWeights, StackedOptimizer, StackedWeights, per_member
 
 SHAPES = {"kernel": Size((3, 2)), "bias": Size((3,)), "scale": Size(())}
@@ -251,3 +254,51 @@ def test_members_are_taken_and_learn_where_they_are_to() -> None:
     assert torch.equal(weights.gradient(), expected)
     weights.zero_grad()
     assert weights.gradient().eq(0).all()
+
+
+# -- losses are not scaled --------------------------------------------------------------------------------------------
+
+HALF_FLEET_ENVS = 4
+
+
+def half_precision_fleet() -> HostFleet:
+    """Hosts with weights in float32 whose products are in bfloat16, where a loss would be scaled if one were."""
+    task = task_of("cnn")
+    return HostFleet(task, HALF_FLEET_ENVS, batches=batches_of(task), compute=torch.bfloat16, config=AT_ONCE)
+
+
+@pytest.mark.requirement(18)
+def test_gradients_are_those_of_the_loss_itself() -> None:
+    """No factor is left in gradients or in the norms that clipping and telemetry see."""
+    fleet = half_precision_fleet()
+    samples = fleet.draw(0)
+    done, _ = fleet.host.train(fleet.plan, samples.inputs)
+    leaves = list(fleet.host.weights.leaves.values())
+    plain = torch.autograd.grad(row_losses(done.output, samples.targets).sum(), leaves, allow_unused=True)
+    rows = len(fleet.host.weights)
+    wanted = torch.cat([part.reshape(rows, -1) for part in plain if part is not None], 1)
+    fleet.train_minibatch(samples, 0.0)
+    used = [leaf for leaf, part in zip(leaves, plain, strict=True) if part is not None]
+    found = torch.cat([leaf.grad.reshape(rows, -1) for leaf in used if leaf.grad is not None], 1)
+    assert torch.equal(found, wanted)
+    assert float(wanted.norm()) > 0
+
+
+@pytest.mark.requirement(18)
+def test_an_overflow_is_its_hosts_own() -> None:
+    """The host that overflows skips its step; the others neither skip theirs nor change their scale."""
+    fleet, twin = half_precision_fleet(), half_precision_fleet()
+    before = everything_of(fleet, 1)
+    for index in range(3):
+        inputs, targets = fleet.draw(index)
+        spoiled = inputs.clone()
+        spoiled[1] = torch.finfo(torch.bfloat16).max
+        fleet.train_minibatch(Samples(spoiled if index == 0 else inputs, targets), 0.05)
+        twin.train_minibatch(Samples(inputs, targets), 0.05)
+        if index == 0:
+            assert_same(everything_of(fleet, 1), before)
+        for env in (0, 2, 3):
+            assert_same_env(fleet, twin, env)
+    (panic,) = fleet.governor.verdicts()
+    assert (panic.env, Symptom.NOT_FINITE in panic.symptoms) == (1, True)
+    assert not torch.equal(everything_of(fleet, 1)["host"], before["host"]), "its later minibatches were sound"

@@ -209,7 +209,8 @@ def draw_lines(
         figure = new_figure(panel.width, 2.5 if panel.width < 4 else 2.8)
         axis = figure.subplots()
         if band is not None:
-            axis.fill_between(rounds, *map(gaps, band), color=lines[0][2].light, alpha=0.18, linewidth=0)
+            low, high = map(gaps, band)
+            axis.fill_between(rounds, low, high, color=lines[0][2].light, alpha=0.18, linewidth=0)
         for label, values, colour in lines:
             axis.plot(rounds, gaps(values), color=colour.light, marker="o", markersize=2.8, label=label)
         if panel.log and all(value > 0 for _, values, _ in lines for value in values if value is not None):

@@ -203,8 +203,8 @@ class RunState:
 def read_run(path: Path, shown: int | None = None) -> RunState:
     """Fold the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
-    git, torch = header.optional_text("git"), header.optional_text("torch")
-    state = RunState(path, header.inside("config").content, git, torch, shown)
+    versions = (header.optional_text(name) for name in ("git", "torch"))
+    state = RunState(path, header.inside("config").content, *versions, shown)
     for _, line in metric_lines(path):
         state.fold_metrics(line)
     if not state.rounds:

@@ -177,6 +177,18 @@ def test_a_compiled_agent_is_saved_and_loaded(quick_compiler: list[str], tmp_pat
         load_agent(tmp_path / "agent", compile_mode="reduce-overhead")  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.requirement(51)
+def test_the_mode_in_force_is_what_is_saved(quick_compiler: list[str], tmp_path: Path) -> None:
+    """Not the one that was configured, when the compiler was given up on the way."""
+    agent = make_agent("vector", compile="default")
+    agent.compile("off")
+    assert agent.config.compile == "default"
+    save_agent(agent, tmp_path / "agent")
+    quick_compiler.clear()
+    assert load_agent(tmp_path / "agent")[0].compile_mode == "off"
+    assert quick_compiler == []
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

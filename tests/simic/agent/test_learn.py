@@ -177,6 +177,26 @@ def test_the_bootstrap_sees_the_last_observation_with_the_carried_memory() -> No
     torch.testing.assert_close(buffer.bootstraps[:, 3], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.requirement(11)
+def test_a_cut_round_is_bootstrapped_with_the_memory_it_carries() -> None:
+    """The round ends within an episode. The bootstrap is one more step of the network from the memory after the last
+    action, not from an empty one."""
+    collector, _ = collect(lambda: Bandit(length=100))
+    agent, buffer = collector.agent, collector.buffer
+    network, empty = agent.network, agent.network.initial_state(4)
+    hidden_state = empty
+    with torch.no_grad():
+        for step in range(8):
+            _, hidden_state = network.step(network.encode(buffer.observations[:, step]).trunk, hidden_state)
+        encoded = network.encode(torch.full((4, 2), 0.8))  # time 8; statistics still are mean 0, deviation 1
+        expected, without = (
+            agent.values_of(network.value(network.step(encoded.trunk, start)[0], encoded), buffer.tasks)
+            for start in (hidden_state, empty)
+        )
+    torch.testing.assert_close(buffer.bootstraps[:, 7], expected, rtol=1e-5, atol=1e-6)
+    assert float((expected - without).abs().min()) > 1e-2
+
+
 def test_memory_is_empty_after_an_episode() -> None:
     collector, _ = collect(lambda: Bandit(length=8))
     assert all(float(part.abs().max()) == 0 for part in collector.hidden_state)

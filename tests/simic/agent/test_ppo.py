@@ -95,6 +95,23 @@ def test_more_heads_do_not_make_the_entropy_bonus_larger() -> None:
     assert gap(one, two) <= 1e-6
 
 
+@pytest.mark.requirement(90)
+def test_the_entropy_bonus_raises_the_entropy() -> None:
+    """The loss contains −c·H with H the mean entropy of the heads. Its gradient is g = −c·∇H, so a small step of η
+    against g raises H by η·|g|²/c."""
+    agent, step = make_agent("core", **WHOLE), 0.3
+    buffer = collect(agent)
+    gradients = entropy_gradient(agent, buffer, "")
+    with withheld(agent):
+        before = agent.update(buffer).entropy
+        for name, weight in agent.network.named_parameters():
+            weight.data -= step * gradients[name]
+        after = agent.update(buffer).entropy
+    expected = step * norm(gradients) ** 2 / 0.5
+    assert expected > 1e-5
+    assert after - before == pytest.approx(expected, rel=0.05)
+
+
 # -- KL ---------------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +166,22 @@ def test_values_are_clipped_about_those_before_the_update() -> None:
         metrics = agent.update(collect(agent, seed=1))
         assert metrics.epochs_run == 4
     assert gap(weights_of(held), weights_of(free)) > 1e-4
+
+
+@pytest.mark.requirement(4)
+def test_old_values_are_in_the_units_of_the_critic() -> None:
+    """Returns lie 50 deviations from 0, and the round moves their statistics. A clip of 5 deviations about the old
+    values still holds no value back before the first step."""
+    agent = make_agent("core", **WHOLE)
+    agent.returns.update(200 + 4 * torch.randn(1000), torch.zeros(1000, dtype=torch.long))
+    buffer = collect(agent)
+    before = agent.returns.statistics.mean
+    held, free = (gradient_at(agent, buffer, value_clip=clip) for clip in (5.0, None))
+    with withheld(agent):
+        agent.update(buffer)
+    assert float((agent.returns.statistics.mean - before).abs()) > 1
+    assert max(float(free[name].abs().max()) for name in free if name.startswith("critic")) > 1e-2
+    assert gap(held, free) <= 1e-5
 
 
 # -- rare heads -------------------------------------------------------------------------------------------------------

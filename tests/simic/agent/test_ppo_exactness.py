@@ -1,7 +1,7 @@
 """The update computes what it says, however the round is cut."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,13 +13,14 @@ from rounds import (
     gap,
     make_agent,
     mean_of,
+    rows_of,
     small,
     weights_of,
     withheld,
 )
 from torch import Tensor
 
-from esper.simic.agent import BehaviourGapError, PPOAgent, TamiyoRolloutBuffer, losses
+from esper.simic.agent import BehaviourGapError, PPOAgent, Step, TamiyoRolloutBuffer, losses
 from esper.simic.agent.rollout import Batch, Sequences
 from esper.tamiyo import ActionTable
 
@@ -180,6 +181,46 @@ def test_cells_without_a_step_may_hold_anything(kind: str) -> None:
     assert torch.equal(plain[0].returns.statistics.mean, soiled[0].returns.statistics.mean)
 
 
+def with_room(buffer: TamiyoRolloutBuffer, capacity: int) -> TamiyoRolloutBuffer:
+    """The same round in a buffer for more steps."""
+    size, hidden = buffer.observations.shape[-1], buffer.hidden_state[0].shape[-1]
+    larger = TamiyoRolloutBuffer(buffer.n_envs, capacity, size, buffer.table, hidden)
+    larger.begin(buffer.hidden_state, buffer.epsilon)
+    tensors = (buffer.actions, buffer.log_probs, buffer.values, buffer.rewards, buffer.ends, buffer.bootstraps)
+    for step in range(buffer.capacity):
+        masks = {name: mask[:, step] for name, mask in buffer.masks.items()}
+        whole = Step(buffer.observations[:, step], masks, *(each[:, step] for each in tensors))
+        envs = [env for env in range(buffer.n_envs) if step < int(buffer.lengths[env])]
+        larger.add(rows_of(whole, envs), envs)
+    return larger
+
+
+@pytest.mark.requirement(56)
+def test_room_that_is_not_used_changes_nothing() -> None:
+    """Cells without a step enter no divisor either: a buffer twice as long gives the same gradient and losses."""
+    gradients, figures = [], []
+    for capacity in (12, 24):
+        agent = make_agent("core", epochs=1, minibatches=1, **ATTENTIVE)
+        with withheld(agent) as seen:
+            metrics = agent.update(with_room(collect(agent, seed=3), capacity))
+        gradients.append(seen[0])
+        figures.append((metrics.policy_loss, metrics.value_loss, metrics.entropy, metrics.logit_spread))
+    assert max(float(gradient.abs().max()) for gradient in gradients[0].values()) > 0.1
+    assert gap(*gradients) <= 1e-5
+    assert figures[0] == pytest.approx(figures[1], abs=1e-5)
+
+
+@pytest.mark.requirement(5)
+def test_the_statistics_of_returns_count_each_step_once() -> None:
+    """Over two updates with several epochs and minibatches; padding does not count."""
+    agent = make_agent("core")
+    buffers = []
+    for seed in (1, 2):
+        buffers.append(collect(agent, seed=seed))
+        agent.update(buffers[-1])
+    assert agent.returns.statistics.count.tolist() == [sum(buffer.steps for buffer in buffers)]
+
+
 def test_rows_without_a_step_are_left_out() -> None:
     """More minibatches than rows that hold anything."""
     agent = make_agent("core")
@@ -230,8 +271,24 @@ def recompilations() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.requirement(45)
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")
+def test_one_round_compiles_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three: the encoder, and the heads with and without entropies. More rounds of other shapes compile nothing new.
+    With fixed shapes, every minibatch would need its own graphs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    agent, before, graphs = make_agent("core", compile="default"), recompilations(), []
+    for number in range(2):
+        agent.update(collect(agent, seed=number))
+        graphs.append(recompilations() - before)
+    torch._dynamo.reset()
+    assert agent.compile_mode == "default"
+    assert 0 < graphs[0] <= 3
+    assert graphs[1] == graphs[0]
+
+
 @pytest.mark.requirement(45, 75)
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*script_method")
 @pytest.mark.parametrize("part", ["encode", "decide"])
 def test_graph_breaks(part: str) -> None:

@@ -1,15 +1,16 @@
 """What never reaches a weight: gradients that are not finite, steps too far, rounds of another policy."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
-from rounds import LAYOUT, TABLES, Operations, collect, gap, make_agent, only, weights_of
+from rounds import LAYOUT, TABLES, Masks, Narrow, Operations, collect, gap, make_agent, only, weights_of
 from torch import Tensor
 
 from esper.leyline import BadValueError, UnknownNameError
-from esper.simic.agent import BehaviourGapError, NotFiniteError, PPOAgent, PPOConfig, TamiyoRolloutBuffer
+from esper.simic.agent import BehaviourGapError, NotFiniteError, PPOAgent, PPOConfig, TamiyoRolloutBuffer, losses
 from esper.simic.agent.config import FAILURES_ALLOWED, KL_STOP
 from esper.simic.agent.metrics import UpdateRecord
 from esper.tamiyo import EmptyMaskError, discrete_table
@@ -138,6 +139,56 @@ def test_without_a_target_no_kl_stops() -> None:
     agent = make_agent("core", rate=0.05, minibatches=2, epochs=6, target_kl=None)
     metrics = agent.update(collect(agent))
     assert (metrics.stopped_by_kl, metrics.minibatches_taken) == (False, 12)
+
+
+MOVED = 0.1
+"""The log-ratio by which a policy has moved."""
+HEAD_KL = math.exp(MOVED) - 1 - MOVED
+"""KL of one head that has moved so far in every step."""
+
+
+def allow_all(masks: Masks, step: int) -> None:
+    """Give every head a choice in every step."""
+    for mask in masks.values():
+        mask[:] = True
+
+
+def stop_after_moving(monkeypatch: pytest.MonkeyPatch, narrow: Narrow, target_kl: float) -> bool:
+    """Whether an update stops whose policy has moved by `MOVED` in both heads of every step."""
+
+    def moved(log_probs: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio = log_probs - log_probs.detach() + MOVED
+        return log_ratio.exp(), log_ratio
+
+    monkeypatch.setattr(losses, "ratios", moved)
+    agent = make_agent("vector", epochs=1, minibatches=1, target_kl=target_kl)
+    before = weights_of(agent)
+    metrics = agent.update(collect(agent, narrow=narrow))
+    stopped = gap(before, weights_of(agent)) == 0
+    assert (metrics.stopped_by_kl, metrics.minibatches_taken) == (stopped, 0 if stopped else 1)
+    return stopped
+
+
+@pytest.mark.requirement(9)
+@pytest.mark.parametrize(("heads", "stops"), [(1.9, True), (2.1, False)])
+def test_the_joint_kl_stops_an_update(heads: float, stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two heads that moved alike, the joint KL is twice that of a head: neither a head's own KL, nor a mean over
+    heads, nor the KL of the product of both ratios (four times)."""
+    assert stop_after_moving(monkeypatch, allow_all, heads * HEAD_KL / KL_STOP) == stops
+
+
+@pytest.mark.requirement(84)
+@pytest.mark.parametrize(("multiple", "stops"), [(1.45, False), (1.55, True)])
+def test_an_update_stops_at_one_and_a_half_times_its_target(
+    multiple: float, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first head has a choice, so its KL is that of the policy."""
+
+    def first_head(masks: Masks, step: int) -> None:
+        allow_all(masks, step)
+        only("action1", 0)(masks, step)
+
+    assert stop_after_moving(monkeypatch, first_head, HEAD_KL / multiple) == stops
 
 
 # -- rounds that do not fit -------------------------------------------------------------------------------------------

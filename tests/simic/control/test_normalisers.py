@@ -1,12 +1,26 @@
 """Observations, rewards and returns on a common scale."""
 
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from nissa.watchers import Recorder
+from simic.training.smallest import config
 from torch import Tensor
 
 from esper.leyline import BadValueError
-from esper.simic.control import ObservationNormalizer, ReturnNormalizer, RewardNormalizer
+from esper.nissa import Hub
+from esper.simic.control import (
+    ObservationNormalizer,
+    ReturnNormalizer,
+    RewardNormalizer,
+    RunningMeanStd,
+    StatisticsMode,
+)
+from esper.simic.training.trainer import Trainer
 from esper.tamiyo import ObservationLayout
 
 GOES_ON = torch.tensor([False])
@@ -61,6 +75,20 @@ def test_freeze_stops_updates() -> None:
     found.update(torch.full((50, 2), 80.0))
     assert torch.equal(found(row), before)
     assert all(torch.equal(value, state[name]) for name, value in found.statistics.state_dict().items())
+
+
+@pytest.mark.requirement(86)
+def test_observations_are_seen_by_the_latest_statistics() -> None:
+    """After an update, and after statistics were loaded, the same observation is seen otherwise."""
+    found, row = ObservationNormalizer(torch.arange(1)), torch.tensor([[5.0]])
+    assert found(row).tolist() == [[5.0]]
+    found.update(torch.tensor([[1.0], [3.0]]))
+    assert found(row).tolist() == [[3.0]]  # mean 2, deviation 1
+    # 1 3 10 14: mean 7, variance (36 + 16 + 9 + 49)/4 = 27.5
+    found.update(torch.tensor([[10.0], [14.0]]))
+    assert found(row).tolist() == [[pytest.approx(-2 / 27.5**0.5)]]
+    found.statistics.load_state_dict({"mean": torch.ones(1), "var": torch.full((1,), 4.0), "count": torch.ones(1)})
+    assert found(row).tolist() == [[2.0]]
 
 
 @pytest.mark.requirement(5)
@@ -197,6 +225,20 @@ def test_returns_per_task() -> None:
     assert found.normalise(returns, tasks)[:4].tolist() == [-1.0, -1.0, 1.0, 1.0]
 
 
+@pytest.mark.requirement(86)
+def test_returns_are_in_units_of_the_latest_statistics() -> None:
+    """By hand: the first batch has 2 ± 1. A second of 12 ± 0 moves the mean by a tenth of 10, and the variance to
+    0.9·1 + 0.1·0 + 0.09·100 = 9.9."""
+    found, tasks = ReturnNormalizer(), torch.zeros(2, dtype=torch.long)
+    value = torch.tensor([5.0])
+    assert found.normalise(value, tasks[:1]).tolist() == [5.0]
+    found.update(torch.tensor([1.0, 3.0]), tasks)
+    assert found.normalise(value, tasks[:1]).tolist() == [3.0]
+    found.update(torch.tensor([12.0, 12.0]), tasks)
+    assert found.normalise(value, tasks[:1]).tolist() == [pytest.approx(2 / 9.9**0.5)]
+    assert found.restore(value, tasks[:1]).tolist() == [pytest.approx(3 + 5 * 9.9**0.5)]
+
+
 def test_restore_is_the_inverse() -> None:
     """What the critic says in its units is a return again."""
     found = ReturnNormalizer(2)
@@ -223,3 +265,51 @@ def test_constant_returns_stay_finite() -> None:
     tasks = torch.zeros(9, dtype=torch.long)
     found.update(torch.full((9,), 5.3), tasks)
     assert found.normalise(torch.full((9,), 5.3), tasks).tolist() == [0.0] * 9
+
+
+# -- one thread -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(19)
+def test_statistics_belong_to_the_thread_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run whose sinks have threads of their own, one thread updates and reads all statistics."""
+    threads: dict[str, set[int]] = {}
+
+    def watch(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def watched(self: object, *arguments: Any, **settings: Any) -> Any:  # Any: whatever the method takes and gives
+            threads.setdefault(f"{kind.__name__}.{name}", set()).add(get_ident())
+            return real(self, *arguments, **settings)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    watch(RunningMeanStd, "merge")
+    watch(ObservationNormalizer, "update")
+    watch(ObservationNormalizer, "__call__")
+    watch(ReturnNormalizer, "update")
+    watch(ReturnNormalizer, "normalise")
+    recorder = Recorder()
+    trainer = Trainer(config(rounds=2), tmp_path / "run")
+    trainer.hub.close()
+    trainer.hub = Hub([recorder])
+    trainer.run(progress=False)
+    assert len(threads) == 5
+    assert set().union(*threads.values()) == {get_ident()}
+    assert recorder.threads - {get_ident()}, "there was another thread that could have"
+
+
+@pytest.mark.requirement(19)
+@pytest.mark.parametrize("mode", ["running", "ema"])
+def test_statistics_replace_their_tensors(mode: StatisticsMode) -> None:
+    """Who holds the moments of a moment ago holds numbers that belong together, and a new object means
+    new numbers, which is how normalisers know that theirs are stale."""
+    found = ObservationNormalizer(torch.arange(2), mode)
+    found.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    held = found.statistics.mean, found.statistics.var, found.statistics.count
+    copies = [tensor.clone() for tensor in held]
+    before = found(torch.tensor([[5.0, 5.0]]))
+    found.update(torch.full((50, 2), 80.0))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(held, copies, strict=True))
+    assert found.statistics.mean is not held[0]
+    assert not torch.equal(found(torch.tensor([[5.0, 5.0]])), before)

@@ -241,6 +241,16 @@ def test_silent_seeds_are_not_measured(step: RewardInputs) -> None:
     assert float(rewarded.levels["attribution"]) == pytest.approx(2 + 0.3 * 4)
 
 
+@pytest.mark.requirement(22)
+def test_attribution_scales_as_a_whole(step: RewardInputs) -> None:
+    """The proxy is a share of the main weight, so twice that weight is twice the level."""
+    # The measured seed is credited with 2 of the gain of 6, the proxy explains the other 4: w·(2 + 0.3·4).
+    half_measured = step._replace(after=slot_view([3, 4, 0], [0.5, 1, 0], [None, 2.0, None]))
+    for weight in (0.0, 0.5, 1.0, 2.0):
+        config = RewardConfig(family="shaped", attribution_weight=weight)
+        assert float(compute_reward(config, half_measured).levels["attribution"]) == pytest.approx(weight * 3.2)
+
+
 def test_an_episode_by_hand() -> None:
     """4 points for 100 of 1000 parameters, held from step 7 on: each reward is the change of gain − rent."""
     moves = {0: Move(GERMINATE, 0, steady(4.0)), 3: Move(ADVANCE), 8: Move(FOSSILIZE)}

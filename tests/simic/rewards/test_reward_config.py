@@ -1,12 +1,23 @@
 """Settings: one gamma, each cost once."""
 
+import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
+from simic.rewards.trajectories import pay, play, random_script, stack
 
 from esper.leyline import DEFAULT_GAMMA, BadValueError, EsperError, LifecycleOp, UnknownNameError
 from esper.simic.agent import PPOConfig
-from esper.simic.rewards import FAMILIES, DetectorLimits, GammaMismatchError, RewardConfig, check_gamma
+from esper.simic.rewards import (
+    FAMILIES,
+    DetectorLimits,
+    Family,
+    GammaMismatchError,
+    RewardConfig,
+    RewardInputs,
+    check_gamma,
+)
 from esper.simic.rewards.config import OP_COSTS
 
 
@@ -90,3 +101,60 @@ def test_a_price_that_nobody_would_pay() -> None:
     assert RewardConfig(commit_price=2.0).commit_price == 2.0
     with pytest.raises(BadValueError, match=r"commit_price 2\.0: only the family paired has one, not 'shaped'"):
         RewardConfig(family="shaped", commit_price=2.0)
+
+
+# -- every setting matters --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def episodes() -> list[RewardInputs]:
+    """Twelve random episodes side by side."""
+    rng = random.Random(5)
+    played = [play(random_script(rng), 30) for _ in range(12)]
+    return [stack(steps) for steps in zip(*played, strict=True)]
+
+
+def totals(episodes: list[RewardInputs], family: Family, **changes: Any) -> list[list[float]]:  # Any: by name
+    """All rewards, by step and episode."""
+    return [paid.total.tolist() for paid in pay(RewardConfig(family=family, **changes), episodes)]
+
+
+CHANGES: dict[str, tuple[Family, Any]] = {  # Any: values of the settings
+    "gamma": ("shaped", 0.9),
+    "rho": ("shaped", 3.0),
+    "commit_price": ("paired", 0.5),
+    "shaping": ("shaped", 0.5),
+    "crash_margin": ("shaped", 6.0),
+    "attribution_weight": ("shaped", 0.5),
+    "germinate_cost": ("shaped", 0.2),
+    "set_alpha_cost": ("shaped", 0.2),
+    "prune_cost": ("shaped", 0.2),
+    "fossilize_cost": ("shaped", 0.2),
+    "advance_cost": ("shaped", 0.2),
+    "limits": ("shaped", DetectorLimits(contribution=0.5, ratio=2.0)),
+    "ratio_cap": ("shaped", 0.1),
+    "delay_slope": ("shaped", 0.1),
+    "patience": ("shaped", 2),
+    "prune_slope": ("shaped", 0.1),
+    "young_cost": ("shaped", 0.6),
+    "shock_weight": ("shaped", 0.4),
+    "sparse_scale": ("sparse", 2.0),
+}
+
+
+@pytest.mark.requirement(57)
+def test_every_setting_is_tried() -> None:
+    """A new setting arrives with a test of its effect. `price_after` acts through `at`."""
+    assert {*CHANGES, "family", "price_after"} == {field.name for field in fields(RewardConfig)}
+    config = RewardConfig(commit_price=1.0, price_after=0.4)
+    assert (config.at(0.39).commit_price, config.at(0.4).commit_price) == (0.0, 1.0)
+
+
+@pytest.mark.requirement(57)
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_setting_has_an_effect(episodes: list[RewardInputs], name: str) -> None:
+    """No setting exists unwired."""
+    family, value = CHANGES[name]
+    before = totals(episodes, family)
+    assert before == totals(episodes, family)
+    assert totals(episodes, family, **{name: value}) != before

@@ -70,6 +70,14 @@ def test_faults_are_found_in_their_module() -> None:
     assert report.total.inf == 1
 
 
+@pytest.mark.requirement(6)
+def test_negative_infinity_is_an_infinity() -> None:
+    """It is counted, and hides neither the norm nor the largest entry of the rest."""
+    values = torch.tensor([3.0, -torch.inf, 0.0, -4.0, torch.inf, torch.nan, -torch.inf])
+    report = collect_gradients({"lstm.weight": values})
+    assert report.modules["lstm"] == GradientFigures(norm=5.0, largest=4.0, nan=1, inf=3, zero_share=1 / 7, size=7)
+
+
 def test_no_gradient_is_not_zero() -> None:
     """What was not measured is None; where part of a module was measured, that part is reported."""
     report = collect_gradients({"lstm.weight": None, "critic.weight": torch.zeros(4), "critic.bias": None})
@@ -139,6 +147,18 @@ def test_reading_is_excluded_from_compilation() -> None:
     result = torch.compile(step, backend="eager")(torch.tensor([3.0, 4.0]))
     assert result.tolist() == [6.0, 8.0]
     assert seen[0].modules["lstm"] == GradientFigures(5.0, 4.0, 0, 0, 0.0, 2)
+
+
+@pytest.mark.requirement(73)
+def test_a_caller_that_must_be_one_graph_is_refused() -> None:
+    """Dynamo names the exclusion as the reason, rather than something inside the function."""
+
+    def step(weight: Tensor) -> Tensor:
+        collect_gradients({"lstm.weight": weight})
+        return weight * 2
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.compiler\.disable"):
+        torch.compile(step, fullgraph=True, backend="eager")(torch.ones(2))
 
 
 def test_a_real_policy() -> None:

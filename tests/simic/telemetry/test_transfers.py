@@ -121,6 +121,29 @@ def test_measuring_reads_nothing() -> None:
     assert len(figures) == 2
 
 
+class separate_devices(watched_device):  # noqa: N801  # used as a context, like torch.no_grad
+    """The watched device, which refuses to join its tensors with those of the CPU, as real ones do."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ in ("cat", "stack"):
+            devices = {tensor.device for tensor in args[0]}
+            assert len(devices) == 1, f"tensors on {devices} in one {function.overloadpacket.__name__}"
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@pytest.mark.requirement(44)
+def test_a_module_on_two_devices_is_measured_where_it_lies() -> None:
+    """Each device measures its own gradients, one read brings both, and the report is that of one module."""
+    near, far = damaged(3, 4), damaged(20)
+    with separate_devices() as watch:
+        places = measure_gradients({"lstm.a": near, "lstm.b": remote(far)})
+        devices = {place: figures.device.type for place, figures in places.items()}
+        report = collect_gradients({"lstm.a": near, "lstm.b": remote(far)})
+    assert devices == {("lstm", "cpu"): "cpu", ("lstm", "lazy"): "lazy"}
+    assert watch.reads == ["_to_copy to cpu"]
+    assert report == collect_gradients({"lstm.a": near, "lstm.b": far})
+
+
 @pytest.mark.requirement(44)
 def test_tensors_of_two_devices_are_read_once() -> None:
     """Tensors are gathered on the accelerator and read in one transfer."""

@@ -17,7 +17,7 @@ from simic.training.smallest import NAME, ROUNDS, checkpoint, close, config, con
 from esper.leyline import CheckpointError, EsperError, head_preset
 from esper.simic.agent import load_agent
 from esper.simic.evaluation.policies import make_policies
-from esper.simic.training.run_folder import EXTRAS, read_config, read_header
+from esper.simic.training.run_folder import EXTRAS, _config_checksum, read_config, read_header
 from esper.storage.logs import read_lines
 from esper.storage.stored import Machine
 from esper.tamiyo import growth_table
@@ -241,3 +241,22 @@ def test_older_folders_are_read(run: Path) -> None:
     shutil.copytree(checkpoint(run, 2), checkpoint(run, 1))
     close(resume(run))
     assert checkpoint(run, 1).exists()
+
+
+@pytest.mark.invariant(15)
+@pytest.mark.parametrize("proven", [True, False], ids=["valid checksum", "no checksum"])
+@pytest.mark.parametrize("place", ["config", "ppo"])
+def test_an_unknown_setting_is_refused_by_name(run: Path, place: str, proven: bool) -> None:
+    """A setting that this version does not know may have mattered to the run, so it is never dropped."""
+    content = json.loads((run / "config.json").read_text())
+    values = content["config"] if place == "config" else content["config"]["ppo"]
+    values["antigravity"] = 1
+    del content["checksum"]
+    if proven:
+        content["checksum"] = _config_checksum(content)
+    (run / "config.json").write_text(json.dumps(content))
+    with pytest.raises(EsperError, match=r"unknown keys \['antigravity'\].*allowed: \['") as refused:
+        read_config(run)
+    assert place in str(refused.value)
+    with pytest.raises(EsperError, match="antigravity"):
+        resume(run)

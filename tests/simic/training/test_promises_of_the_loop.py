@@ -3,6 +3,7 @@ with a panic."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from esper.kasmina import CNNHost
 from esper.leyline import head_preset
-from esper.simic.agent import PPOAgent
+from esper.simic.agent import PPOAgent, PPOUpdateMetrics
 from esper.simic.evaluation.unseen import SideBySide, run_policy
-from esper.simic.training.collect import action_draws
+from esper.simic.rewards import RewardConfig
+from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups
 from esper.simic.training.learned import LearnedPolicy
+from esper.tamiyo.heads import Masks
 from esper.tamiyo.network import HiddenState
 from esper.tamiyo.policy import PolicyView
 from esper.tolaria import HostFleet, get_task
@@ -43,6 +46,54 @@ def test_the_statistics_of_observations_stand_still_after_their_share_of_rounds(
             after = statistics.state_dict()
             moved.append(any(not torch.equal(value, before[name]) for name, value in after.items()))
     assert moved == [True, True, False, False]
+
+
+@pytest.mark.requirement(5)
+def test_a_round_enters_the_statistics_of_observations_once_and_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of the round counts once in its column."""
+    trainer = quick_trainer(tmp_path / "run", rounds=4)
+    agent, calls = trainer.agent, list[str]()
+    take_in, update = agent.observations.update, agent.update
+
+    def note_statistics(observations: Tensor) -> None:
+        calls.append("statistics")
+        take_in(observations)
+
+    def note_update(*given: Any) -> PPOUpdateMetrics:  # Any: passed on as they are
+        calls.append("update")
+        return update(*given)
+
+    monkeypatch.setattr(agent.observations, "update", note_statistics)
+    monkeypatch.setattr(agent, "update", note_update)
+    with trainer.folder:
+        (record,) = trainer.run_round()
+    assert calls == ["statistics", "update"]
+    columns = agent.layout.columns().repeat(record.features.shape[0] * record.features.shape[1])
+    assert torch.equal(agent.observations.statistics.count, columns.bincount().double())
+
+
+@pytest.mark.requirement(86)
+def test_a_trained_policy_acts_on_normalised_features() -> None:
+    """With statistics far from mean 0 and deviation 1 it acts as the agent does on what it sees, and otherwise than on
+    raw features."""
+    runner = make_runner(2, 2)
+    network = replace(growth_ppo().network, head_gain=1.0)
+    agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), network=network))
+    size = len(agent.observations.statistics.mean)
+    state = {"mean": torch.linspace(-3, 3, size), "var": torch.full((size,), 0.01), "count": torch.ones(size)}
+    agent.observations.statistics.load_state_dict(state)
+    runner.begin([1, 2])
+    view = runner.view()
+    policy, draws = LearnedPolicy(agent), torch.rand((4, len(runner.table)))
+    actions, hidden_state = policy.act(view, policy.initial_state([1, 1, 2, 2]), draws)
+    empty = agent.network.initial_state(4)
+    wanted, _, normalised = agent.act(agent.normalise(view.features), view.masks, empty, uniform=draws)
+    _, _, raw = agent.act(view.features, view.masks, empty, uniform=draws)
+    assert torch.equal(actions, wanted.actions)
+    assert torch.equal(hidden_state[0], normalised[0])
+    assert float((hidden_state[0] - raw[0]).abs().max()) > 0.1
 
 
 # -- losses in the units of the task ----------------------------------------------------------------------------------
@@ -134,6 +185,37 @@ def test_a_policy_begins_anew_after_a_panic(width: int) -> None:
     run_with_a_fault(policies, runner)
     # Side by side, each policy has every so many-th env.
     remembered = torch.stack([torch.stack(policy.sizes) for policy in policies], 2).flatten(1) > 0
+    expected = torch.ones_like(remembered)
+    expected[0] = False
+    expected[BROKEN_STEP + 1, BROKEN_ENV] = False
+    assert torch.equal(remembered, expected)
+
+
+@pytest.mark.requirement(95)
+def test_the_memory_of_training_begins_anew_after_a_panic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after the panic begins a new segment with an empty memory; the other hosts keep theirs."""
+    runner = make_runner(2, 2)
+    config = replace(growth_ppo(), steps=runner.fleet.task.steps)
+    agent = PPOAgent(runner.table, runner.layout, config)
+    sizes: list[Tensor] = []
+    act, train, steps = agent.act, runner.fleet.train_step, iter(range(100))
+
+    def note_memory(
+        seen: Tensor, masks: Masks, hidden_state: HiddenState, **how: Any
+    ) -> Any:  # Any: passed on as they are
+        sizes.append(hidden_state[0].abs().sum(1) + hidden_state[1].abs().sum(1))
+        return act(seen, masks, hidden_state, **how)
+
+    def faulty() -> Tensor:
+        if next(steps) == BROKEN_STEP:
+            runner.fleet.host.weights.matrix.data[runner.groups.envs[BROKEN_ENV]] = float("nan")
+        return train()
+
+    monkeypatch.setattr(agent, "act", note_memory)
+    monkeypatch.setattr(runner.fleet, "train_step", faulty)
+    [record] = RoundCollector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
+    assert record.panics == 1
+    remembered = torch.stack(sizes) > 0
     expected = torch.ones_like(remembered)
     expected[0] = False
     expected[BROKEN_STEP + 1, BROKEN_ENV] = False
