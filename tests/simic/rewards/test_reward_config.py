@@ -125,9 +125,7 @@ CHANGES: dict[str, tuple[Family, Any]] = {  # Any: values of the settings
     "commit_price": ("paired", 0.5),
     "shaping": ("shaped", 0.5),
     "crash_margin": ("shaped", 6.0),
-    "stage_weight": ("shaped", 0.4),
     "attribution_weight": ("shaped", 0.5),
-    "proxy_confidence": ("shaped", 0.6),
     "germinate_cost": ("shaped", 0.2),
     "set_alpha_cost": ("shaped", 0.2),
     "prune_cost": ("shaped", 0.2),
@@ -135,18 +133,12 @@ CHANGES: dict[str, tuple[Family, Any]] = {  # Any: values of the settings
     "advance_cost": ("shaped", 0.2),
     "limits": ("shaped", DetectorLimits(contribution=0.5, ratio=2.0)),
     "ratio_cap": ("shaped", 0.1),
-    "ratio_range": ("shaped", 5.0),
     "delay_slope": ("shaped", 0.1),
-    "delay_cap": ("shaped", 0.1),
     "patience": ("shaped", 2),
     "prune_slope": ("shaped", 0.1),
-    "prune_cap": ("shaped", 0.1),
-    "young_age": ("shaped", 8),
     "young_cost": ("shaped", 0.6),
     "shock_weight": ("shaped", 0.4),
-    "shock_cap": ("shaped", 0.1),
     "sparse_scale": ("sparse", 2.0),
-    "loss_points": ("loss", 50.0),
 }
 
 
