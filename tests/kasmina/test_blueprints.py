@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina import BlueprintRegistry, GrowingOptimizer, check_blueprint
-from esper.kasmina.blueprints.contract import ALIVE_RATIO
+from esper.kasmina.check import ALIVE_RATIO
 from esper.kasmina.layers import Conv2d, GroupNorm, Linear, Scale
 from esper.leyline import TOPOLOGIES, BadValueError, BlueprintContractError, SeedStage, Topology, UnknownNameError
 

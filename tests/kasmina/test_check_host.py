@@ -86,7 +86,7 @@ def test_an_example_and_targets_can_be_given() -> None:
 
 
 def test_a_segment_that_does_not_fit_is_named() -> None:
-    with pytest.raises(HostMismatchError, match=r"segment 1 \(Stretch\) cannot take what reaches it, shape \(2, 4\)"):
+    with pytest.raises(HostMismatchError, match=r"segment 1 \(Stretch\) cannot take its input of shape \(2, 4\)"):
         check_host(vectors(Linear(3, 4), Linear(5, 2)), torch.randn(2, 3))
     with pytest.raises(HostMismatchError, match=r"segment 0 \(Stretch\) must return"):
         check_host(vectors(nn.LSTM(3, 4), Linear(4, 2)), torch.randn(2, 3))

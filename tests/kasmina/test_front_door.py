@@ -110,7 +110,7 @@ class Moody(Segment):
     ("segment", "message"),
     [
         (Counting(), r"segment 0 \(Counting\) writes calls: return such values as statistics"),
-        (Moody(), r"segment 0 \(Moody\) goes by its own mode: go by the argument train"),
+        (Moody(), r"segment 0 \(Moody\) depends on its own mode: use the argument train"),
     ],
     ids=["writes", "goes by its mode"],
 )
@@ -256,7 +256,7 @@ def test_save_writes_nothing_that_load_would_refuse(tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     model.budget = 10.5  # type: ignore[assignment]  # wrong on purpose
-    with pytest.raises(CheckpointError, match=r"could be loaded again: model.budget is 10.5"):
+    with pytest.raises(CheckpointError, match=r"could not be loaded again: model.budget is 10.5"):
         model.save(tmp_path / "model")
     mixed = make_model("cnn")
     mixed.host.get_submodule("segments.0").double()

@@ -7,7 +7,6 @@ import pytest
 
 from esper.kasmina import AlphaController, BlueprintRegistry, GateThresholds, SeedState
 from esper.kasmina.gates import (
-    GATE_OF_TARGET,
     GATES,
     gate_blend,
     gate_fossilize,
@@ -172,6 +171,6 @@ def test_thresholds_count(steps: int, passed: bool) -> None:
 
 
 def test_every_step_forward_has_a_gate() -> None:
-    """Each live stage but the first is guarded, by a gate that exists."""
-    assert set(GATE_OF_TARGET) == LIVE_STAGES - {SeedStage.GERMINATED}
-    assert set(GATE_OF_TARGET.values()) == set(GATES)
+    """Each live stage but the first is guarded by a gate of its own."""
+    assert set(GATES) == LIVE_STAGES - {SeedStage.GERMINATED}
+    assert list(GATES.values()) == [gate_train, gate_blend, gate_hold, gate_fossilize]

@@ -58,7 +58,7 @@ def test_stages_cannot_be_jumped() -> None:
     model.observe_gradients({"r0c0": 1.0})
     model.advance("r0c0")
     refused(model, GateRefusedError, r"alpha 0\.333 is on its way to 1\.000", lambda: model.advance("r0c0"))
-    refused(model, StageError, "mid-ramp", lambda: model.prune_seed("r0c0"))
+    refused(model, StageError, "on a ramp", lambda: model.prune_seed("r0c0"))
     for _ in range(3):
         model.tick()
     refused(model, GateRefusedError, "0 steps in HOLDING.*contribution was not", lambda: model.fossilize("r0c0"))
