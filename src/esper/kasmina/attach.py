@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
-from esper.kasmina.layers import Statistics
+from esper.kasmina.layers import Statistics, cloned_buffers
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.model import MorphogeneticModel, check_settings
 from esper.kasmina.slot import (
@@ -128,7 +128,7 @@ def probe(
     handles = [module.register_forward_hook(record) for module in host.modules()]
     try:
         with torch.no_grad(), _mode(host, train=False), fork_rng(host):
-            functional_call(host, _cloned_buffers(host), tuple(args), dict(kwargs))
+            functional_call(host, cloned_buffers(host), tuple(args), dict(kwargs))
     finally:
         for handle in handles:
             handle.remove()
@@ -197,8 +197,7 @@ class HookedBody(Body):
         super().__init__(host, slots)
         self.slots.to(next(host.parameters()))
         self.widths = dict(widths)
-        self.probed = False
-        self._likes: dict[str, str] = {}
+        self._streams: dict[str, Stream] = {}
         self._frozen_norms: frozenset[str] = frozenset()
         if streams is not None:
             self._learn(streams)
@@ -212,10 +211,11 @@ class HookedBody(Body):
         return output
 
     def like(self, slot_id: str) -> Tensor:
-        return self.host.get_parameter(self._likes[slot_id]) if slot_id in self._likes else super().like(slot_id)
+        stream = self._streams.get(slot_id)
+        return super().like(slot_id) if stream is None else self.host.get_parameter(stream.like)
 
     def call(self, train: bool, /, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.probed:
+        if not self._streams:
             self._learn(probe(self.host, self.widths, args, kwargs))
         with nullcontext() if train == self.training else _mode(self, train):
             output: Tensor = self(*args, **kwargs)
@@ -230,12 +230,12 @@ class HookedBody(Body):
         with self._row({slot_id: Role.SHADOW}, train):
             if self._before_main is not None:
                 self._before_main.restore()
-            output: Tensor = functional_call(self, self.weights_for(slot_id) | _cloned_buffers(self), (tap,))
+            output: Tensor = functional_call(self, self.weights_for(slot_id) | cloned_buffers(self), (tap,))
         return output
 
     @torch.no_grad()
     def calibrate(self, x: Tensor, roles: Roles) -> Statistics:
-        buffers = _cloned_buffers(self)
+        buffers = cloned_buffers(self)
         frozen = self._norms_in_eval() if self.training else self._frozen_norms
         norms = {name: norm for name, norm in self._norms().items() if name not in frozen}
         with self._row(roles, train=False), _keeping_last_batch(norms.values()):
@@ -245,7 +245,7 @@ class HookedBody(Body):
 
     def evaluate(self, x: Tensor, roles: Roles, statistics: Statistics | None) -> Tensor:
         with self._row(roles, train=False):
-            output: Tensor = functional_call(self, _cloned_buffers(self) | (statistics or {}), (x,))
+            output: Tensor = functional_call(self, cloned_buffers(self) | (statistics or {}), (x,))
         return output
 
     def train(self, mode: bool = True) -> "HookedBody":
@@ -274,14 +274,9 @@ class HookedBody(Body):
             yield
 
     def _learn(self, streams: Mapping[str, Stream]) -> None:
+        self._streams = dict(streams)
         for slot_id, slot in self.slot_items():
             slot.known_spec = streams[slot_id].spec
-        self._likes = {slot_id: stream.like for slot_id, stream in streams.items()}
-        self.probed = True
-
-
-def _cloned_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 @contextmanager

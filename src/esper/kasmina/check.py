@@ -1,12 +1,17 @@
 """Contracts that users can check themselves: `check_blueprint` for seeds, `check_host` for hosts.
 
-A blueprint: 1. residual: Δ(h) has the shape of h; 2. identity at birth: Δ(h) is exactly zero; 3. alive: every parameter
-gets a gradient that matters; 4. count: it has as many parameters as it states; 5. stateless: a forward pass in training
-mode writes no buffer and draws no random number.
+Clauses for a blueprint:
+1. Residual: Δ(h) has the shape of h.
+2. Identity at birth: Δ(h) is exactly zero.
+3. Alive: every parameter gets a gradient that matters.
+4. Count: it has as many parameters as it states.
+5. Stateless: a forward pass in training mode writes no buffer and draws no random number.
 
-A host: 1. its segments fit together, each slot's spec is what passes there, and no segment writes buffers or depends on
-its own mode; 2. it draws no random numbers in training; 3. every trainable parameter gets a finite, non-zero gradient;
-4. three copies with different weights give the same results at once as one by one.
+Clauses for a host:
+1. Its segments and slots fit together, and no segment writes buffers or depends on its own mode.
+2. It draws no random numbers in training.
+3. Every trainable parameter gets a finite, non-zero gradient.
+4. Three copies with different weights give the same results at once as one by one.
 """
 
 import copy
@@ -25,7 +30,7 @@ from torch.nn import functional as F
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.compare import cross_entropy
 from esper.kasmina.hosts import Host, refuse_state
-from esper.kasmina.layers import count_parameters
+from esper.kasmina.layers import cloned_buffers, count_parameters
 from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS, RandomState, fork_rng
 from esper.leyline import BadValueError, BlueprintContractError, HostMismatchError, SlotSpec, Topology
 from esper.leyline.numbers import require_whole
@@ -51,10 +56,6 @@ def _gradient_norms(module: nn.Module, step_size: float, losses: Iterable[Callab
                 norms[name] = max(norms[name], norm if math.isfinite(norm) else math.inf)
         optimiser.step()
     return norms
-
-
-def _cloned_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def _written(module: nn.Module, before: dict[str, Tensor]) -> str:
@@ -122,7 +123,7 @@ def _batches(topology: Topology, width: int, side: int, rng_seed: int, positive:
 def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
     """Clauses 5, 1 and 2."""
     copied = copy.deepcopy(module).train()
-    before, stream = _cloned_buffers(copied), RandomState.of(copied)
+    before, stream = cloned_buffers(copied), RandomState.of(copied)
     copied(h)
     if written := _written(copied, before):
         raise BlueprintContractError(
@@ -158,7 +159,7 @@ ROWS = 3
 HOST_BATCH = 4
 HOST_STEP_SIZE = 0.01
 PERTURBATION = 0.05
-"""How far the weights of the three copies are moved apart."""
+"""Size of the differences between the weights of the three copies."""
 
 RowKind = Literal["native", "vmap", "fallback", "error"]
 _FALLBACK = re.compile(r"batching rule for (\S+?)[.,]?\s")
@@ -241,7 +242,7 @@ def _check_segments(host: Host, h: Tensor) -> None:
 @torch.no_grad()
 def _check_stateless(segment: nn.Module, h: Tensor, label: str) -> None:
     """All rows run the same segments, so these must leave no trace."""
-    before = _cloned_buffers(segment)
+    before = cloned_buffers(segment)
     for train in (True, False):
         trained, evaluated = (segment.train(mode)(h, train)[0] for mode in (True, False))
         if written := _written(segment, before):

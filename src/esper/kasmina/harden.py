@@ -54,8 +54,24 @@ def harden(
 
     def write(new: Path) -> None:
         (new / source).write_text(text, encoding="utf-8")
-        contents = _contents(body, growths, recalibrated=bool(statistics)) | {"source": source}
-        contents["frozen"] = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
+        contents: dict[str, Any] = {  # Any: JSON values
+            "host": type(body.host).__name__,
+            "host_parameters": count_parameters(body.host),
+            "grown": [
+                {
+                    "slot": growth.slot_id,
+                    "blueprint": growth.blueprint,
+                    "style": growth.style,
+                    "alpha": growth.strength,
+                    "parameters": growth.parameters,
+                }
+                for growth in growths
+            ],
+            "statistics": "recalibrated without the dropped seeds" if statistics else "the running ones",
+            "weights": WEIGHTS,
+            "source": source,
+            "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+        }
         if source == NETWORK:
             save_file(network.state_dict(), new / WEIGHTS)
         else:
@@ -226,22 +242,3 @@ def _write_program(network: nn.Module, example: Tensor | None, folder: Path) -> 
         warnings.warn(f"{PROGRAM} was {reason}", stacklevel=6)
         return reason
     return PROGRAM
-
-
-def _contents(body: Body, growths: Sequence[Growth], *, recalibrated: bool) -> dict[str, Any]:  # Any: JSON values
-    return {
-        "host": type(body.host).__name__,
-        "host_parameters": count_parameters(body.host),
-        "grown": [
-            {
-                "slot": growth.slot_id,
-                "blueprint": growth.blueprint,
-                "style": growth.style,
-                "alpha": growth.strength,
-                "parameters": growth.parameters,
-            }
-            for growth in growths
-        ],
-        "statistics": "recalibrated without the dropped seeds" if recalibrated else "the running ones",
-        "weights": WEIGHTS,
-    }

@@ -236,9 +236,6 @@ class CNNHost(Host):
                 mask.zero_()[centre, centre] = 1
 
 
-Host.KINDS["CNNHost"] = CNNHost
-
-
 class TransformerLayer(nn.Module):
     """h + attention(norm(h)), then h + MLP(norm(h))."""
 
@@ -332,4 +329,4 @@ class GPTHost(Host):
         self._config = dict(sizes)
 
 
-Host.KINDS["GPTHost"] = GPTHost
+Host.KINDS.update(CNNHost=CNNHost, GPTHost=GPTHost)

@@ -65,6 +65,11 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def cloned_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers by name."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
 class Layer(nn.Module):
     """A layer that can draw its own initial weights."""
 
@@ -136,7 +141,7 @@ class Conv2d(Layer):
     def _cuda_rows(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve rows on CUDA, where cuDNN runs most grouped convolutions row by row.
 
-        It is fast only with as many channels in as out, and not for 1×1. So 1×1 has a kernel of its own, and other
+        It is fast only with as many channels in as out, and not for 1×1. So 1×1 uses a Triton kernel, and other
         convolutions are padded with zero channels.
         """
         # Only CUDA builds include triton.

@@ -54,7 +54,11 @@ class GrowingOptimizer:
         """Make the groups match the live seeds."""
         alive = {slot_id: list(self.model.seed_parameters(slot_id)) for slot_id in self.model.live_slots()}
         groups = self.wrapped.param_groups
-        gone = [g for g in groups if g["name"] != HOST and not _same(g["params"], alive.get(g["name"]))]
+        gone = [
+            g
+            for g in groups
+            if g["name"] != HOST and list(map(id, g["params"])) != list(map(id, alive.get(g["name"], [])))
+        ]
         for parameter in (parameter for group in gone for parameter in group["params"]):
             self.wrapped.state.pop(parameter, None)
         # By identity: groups hold tensors, which have no truth value to compare by.
@@ -125,8 +129,3 @@ def _make_one_group(
             "settings a seed takes: use one group, as in lambda p: torch.optim.AdamW(p, lr=1e-3)"
         )
     return made
-
-
-def _same(left: list[nn.Parameter], right: list[nn.Parameter] | None) -> bool:
-    """Whether both lists hold the same parameter objects."""
-    return right is not None and [id(p) for p in left] == [id(p) for p in right]

@@ -97,32 +97,29 @@ class Bottleneck(nn.Module):
         return self.scale(self.norm(self.up(F.relu(self.conv(F.relu(self.down(h)))))))
 
 
-@BlueprintRegistry.register("image", "conv_small", lambda c: c * c + 3 * c, min_width=2, min_values=MIN_NORM_VALUES)
-class ConvSmall(nn.Module):
-    """1×1 → GN → ReLU."""
+class Convolution(nn.Module):
+    """k×k → GN → ReLU."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, kernel_size: int) -> None:
         super().__init__()
-        self.conv = Conv2d(width, width, 1)
+        self.conv = Conv2d(width, width, kernel_size)
         self.norm = _norm(width)
         self.scale = Scale(width)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.scale(F.relu(self.norm(self.conv(h))))
+
+
+@BlueprintRegistry.register("image", "conv_small", lambda c: c * c + 3 * c, min_width=2, min_values=MIN_NORM_VALUES)
+def conv_small(width: int) -> Convolution:
+    """1×1."""
+    return Convolution(width, 1)
 
 
 @BlueprintRegistry.register("image", "conv_light", lambda c: 9 * c * c + 3 * c, min_values=MIN_NORM_VALUES)
-class ConvLight(nn.Module):
-    """3×3 → GN → ReLU."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = Conv2d(width, width, 3)
-        self.norm = _norm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(F.relu(self.norm(self.conv(h))))
+def conv_light(width: int) -> Convolution:
+    """3×3."""
+    return Convolution(width, 3)
 
 
 # With one channel the second norm cancels the factor of the first.

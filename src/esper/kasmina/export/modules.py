@@ -7,6 +7,7 @@ constructor takes its parts. The classes say what is computed, the expression sa
 import inspect
 import json
 import keyword
+import textwrap
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from esper.kasmina import layers
 from esper.kasmina.export.source import (
-    LINE_WIDTH,
     Call,
     ExportError,
     Expression,
@@ -25,6 +25,7 @@ from esper.kasmina.export.source import (
     call,
     find_import,
     is_literal,
+    render,
     unwrap,
 )
 
@@ -255,27 +256,15 @@ def _blank(tensor: Tensor) -> str:
 
 
 def _class_text(name: str, kind: type[nn.Module], annotations: dict[str, str], methods: list[str]) -> str:
-    lines = [f"class {name}(nn.Module):"]
     doc = inspect.cleandoc(kind.__dict__.get("__doc__") or "")
-    if doc:
-        quoted = repr(doc) if '"""' in doc or "\\" in doc else f'"""{doc}"""'
-        lines += [*_indented(quoted), ""]
+    blocks = [repr(doc) if '"""' in doc or "\\" in doc else f'"""{doc}"""'] if doc else []
     if annotations:
-        arguments = [f"{key}: {annotation}" for key, annotation in annotations.items()]
-        opening = f"    def __init__(self, {', '.join(arguments)}) -> None:"
-        if len(opening) > LINE_WIDTH:
-            opening = "\n".join(
-                ["    def __init__(", "        self,", *(f"        {a}," for a in arguments), "    ) -> None:"]
-            )
-        lines += [opening, "        super().__init__()"]
-        for key, annotation in annotations.items():
-            line = f'self.register_buffer("{key}", {key})' if annotation == "Tensor" else f"self.{key} = {key}"
-            lines.append(f"        {line}")
-        lines.append("")
-    for method in methods:
-        lines += [*_indented(method), ""]
-    return "\n".join(lines)
-
-
-def _indented(text: str) -> list[str]:
-    return [f"    {line}" if line.strip() else "" for line in text.splitlines()]
+        arguments = ("self", *(f"{key}: {annotation}" for key, annotation in annotations.items()))
+        opening = render(Call("def __init__(", tuple(("", argument) for argument in arguments), ") -> None:"), 0, 4)
+        assignments = [
+            f'self.register_buffer("{key}", {key})' if annotation == "Tensor" else f"self.{key} = {key}"
+            for key, annotation in annotations.items()
+        ]
+        blocks.append("\n    ".join([opening, "super().__init__()", *assignments]))
+    indented = [textwrap.indent(block, "    ") for block in (*blocks, *methods)]
+    return "\n".join([f"class {name}(nn.Module):", "\n\n".join(indented)])
