@@ -213,14 +213,6 @@ class Body(nn.Module):
         """Run a row in eval mode, with its own statistics or, with None, the running ones."""
 
 
-class Pass(NamedTuple):
-    """Result of one row; `taps` are the detached streams in front of the tapped slots."""
-
-    output: Tensor
-    statistics: Statistics
-    taps: dict[str, Tensor]
-
-
 class SegmentedBody(Body):
     """A host made of segments: a row can start at any slot."""
 
@@ -231,8 +223,13 @@ class SegmentedBody(Body):
         super().__init__(host, slots)
         self._slot_after = {host.slot_index(slot_id): slot_id for slot_id in slots}
 
-    def forward(self, h: Tensor, train: bool, born_at: str | None = None, tapped: Collection[str] = ()) -> Pass:
-        """From the input, or from the stream in front of slot `born_at`, to the output."""
+    def forward(
+        self, h: Tensor, train: bool, born_at: str | None = None, tapped: Collection[str] = ()
+    ) -> tuple[Tensor, Statistics, dict[str, Tensor]]:
+        """Run a row from the input, or from the stream in front of slot `born_at`.
+
+        Returns its output, its batch statistics, and the detached streams in front of the `tapped` slots.
+        """
         statistics: Statistics = {}
         taps: dict[str, Tensor] = {}
         first = 0
@@ -245,7 +242,7 @@ class SegmentedBody(Body):
             if self._slot_after.get(index) in tapped:
                 taps[self._slot_after[index]] = h.detach()
             h = self._pass_slot(index, h)
-        return Pass(h, statistics, taps)
+        return h, statistics, taps
 
     def _pass_slot(self, index: int, h: Tensor) -> Tensor:
         if index in self._slot_after:
@@ -253,27 +250,27 @@ class SegmentedBody(Body):
         return h
 
     def main(self, x: Tensor, train: bool, tapped: Collection[str] = ()) -> tuple[Tensor, dict[str, Tensor]]:
-        row: Pass = self(x, train, tapped=tapped)
-        write_statistics(self, row.statistics)
-        return row.output, row.taps
+        output, statistics, taps = self(x, train, tapped=tapped)
+        write_statistics(self, statistics)
+        return output, taps
 
     def call(self, train: bool, /, x: Tensor) -> Tensor:
         return self.main(x, train)[0]
 
     def shadow(self, slot_id: str, tap: Tensor, train: bool) -> Tensor:
         with self.playing({slot_id: Role.SHADOW}):
-            row: Pass = functional_call(self, self.weights_for(slot_id), (tap, train), {"born_at": slot_id})
-        return row.output
+            output: Tensor = functional_call(self, self.weights_for(slot_id), (tap, train), {"born_at": slot_id})[0]
+        return output
 
     def calibrate(self, x: Tensor, roles: Roles) -> Statistics:
         with self.playing(roles):
-            row: Pass = self(x, True)
-        return row.statistics
+            statistics: Statistics = self(x, True)[1]
+        return statistics
 
     def evaluate(self, x: Tensor, roles: Roles, statistics: Statistics | None) -> Tensor:
         with self.playing(roles):
-            row: Pass = functional_call(self, statistics or {}, (x, False))
-        return row.output
+            output: Tensor = functional_call(self, statistics or {}, (x, False))[0]
+        return output
 
 
 # -- random streams ---------------------------------------------------------------------------------------------------

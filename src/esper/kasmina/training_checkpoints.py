@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -95,13 +95,6 @@ class SavedTraining:
     machine: Machine
 
 
-class _Stored(NamedTuple):
-    model: checkpoint.Checkpoint
-    saved: SavedTraining
-    random: RandomState
-    parts: dict[str, State]
-
-
 class _Lock:
     """Makes this process the only one that saves in a folder, until the last object with the lock is gone."""
 
@@ -163,24 +156,25 @@ class TrainingCheckpoints:
         stored = self.series.read_newest(_read)
         if stored is None:
             return 0
-        if set(stored.parts) != set(parts):
+        saved_model, saved, random, states = stored
+        if set(states) != set(parts):
             raise CheckpointError(
-                f"{self.series.folder} was saved with parts {sorted(stored.parts)}, not {sorted(parts)}: pass the same"
+                f"{self.series.folder} was saved with parts {sorted(states)}, not {sorted(parts)}: pass the same"
             )
-        stored.saved.machine.warn_of_differences()
-        model.restore(stored.model)
+        saved.machine.warn_of_differences()
+        model.restore(saved_model)
         for name, part in parts.items():
             with refusal(f"{self.series.folder}: {name}"):
                 if isinstance(part, torch.Generator):
-                    part.set_state(stored.parts[name]["generator"])
+                    part.set_state(states[name]["generator"])
                 else:
-                    part.load_state_dict(stored.parts[name])
-        stored.random.restore()
-        return stored.saved.step
+                    part.load_state_dict(states[name])
+        random.restore()
+        return saved.step
 
 
-def _read(step: int, path: Path) -> _Stored:
-    """Read and check a whole checkpoint."""
+def _read(step: int, path: Path) -> tuple[checkpoint.Checkpoint, SavedTraining, RandomState, dict[str, State]]:
+    """Read and check a whole checkpoint: the model, the step, random streams, and the states of the parts."""
     model = checkpoint.read(path / "model")
     content, tensors = read_stored(path / "training", TRAINING)
     with refusal(str(path)):
@@ -188,8 +182,8 @@ def _read(step: int, path: Path) -> _Stored:
         if saved.step != step:
             raise CheckpointError(f"{path} holds the checkpoint of step {saved.step}: it was copied or renamed")
         random = RandomState(**join_state(content["random"], tensors))
-        parts = {name: join_state(each, tensors) for name, each in content["parts"].items()}
-    return _Stored(model, saved, random, parts)
+        states = {name: join_state(each, tensors) for name, each in content["parts"].items()}
+    return model, saved, random, states
 
 
 def _state(part: Stateful | torch.Generator) -> State:
