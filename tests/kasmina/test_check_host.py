@@ -31,8 +31,8 @@ class NormStretch(Segment):
         self.conv, self.norm, self.prefix = Conv2d(3, 4, 1), BatchNorm2d(4), prefix
 
     def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        h, found = self.norm(self.conv(h), train)
-        return h.mean((-2, -1)), named_statistics(self.prefix, found)
+        h, result = self.norm(self.conv(h), train)
+        return h.mean((-2, -1)), named_statistics(self.prefix, result)
 
 
 class Forgetful(nn.Module):

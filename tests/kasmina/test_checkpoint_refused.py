@@ -217,10 +217,10 @@ def test_any_flipped_byte_is_refused(
 ) -> None:
     """No byte of either file can change unnoticed, but for the layout of the JSON."""
     name = data.draw(st.sampled_from(sorted(pristine)))
-    place = data.draw(st.integers(0, len(pristine[name]) - 1))
-    value = data.draw(st.integers(0, 255).filter(lambda value: value != pristine[name][place]))
+    offset = data.draw(st.integers(0, len(pristine[name]) - 1))
+    value = data.draw(st.integers(0, 255).filter(lambda value: value != pristine[name][offset]))
     folder = unpack(pristine, tmp_path_factory.mktemp("flip") / "model")
-    spoil(folder, name, lambda raw: raw[:place] + bytes([value]) + raw[place + 1 :])
+    spoil(folder, name, lambda raw: raw[:offset] + bytes([value]) + raw[offset + 1 :])
     if name == "model.json":
         try:
             if json.loads((folder / name).read_text()) == json.loads(pristine[name]):

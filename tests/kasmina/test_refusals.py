@@ -121,6 +121,6 @@ def test_germination_leaves_the_random_stream_alone() -> None:
     """A successful germination draws nothing from the host's random stream either."""
     model = make_model("cnn")
     stream = torch.get_rng_state()
-    for place in model.seed_slots:
-        model.germinate_seed(place, "conv_light", style="gate")
+    for slot_id in model.seed_slots:
+        model.germinate_seed(slot_id, "conv_light", style="gate")
     assert torch.equal(stream, torch.get_rng_state())
