@@ -114,7 +114,7 @@ def test_main_row_is_calibrated_too() -> None:
             buffer.add_(3.0)
     x, targets = make_batch("cnn", 64, dtype=torch.float64)
     result = compare(model.body, x, targets, x)
-    logits = model.body(x, True).output  # calibrated on x itself: what training sees, but for the unbiased variance
+    logits = model.body(x, True)[0]  # calibrated on x itself: what training sees, but for the unbiased variance
     assert torch.equal(result.main.correct, logits.argmax(-1) == targets)
     assert result.deployed.accuracy < result.main.accuracy
     assert torch.equal(result.deployed.correct, model.eval()(x).argmax(-1) == targets)

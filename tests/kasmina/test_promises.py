@@ -35,10 +35,10 @@ def test_silent_stages(kind: HostKind, style: str, isolation: Isolation) -> None
         for train in (True, False):
             bare = host.run(batch[0], train)[0]
             if stage is SeedStage.BLENDING:
-                assert not torch.equal(model.body(batch[0], train).output, bare)
+                assert not torch.equal(model.body(batch[0], train)[0], bare)
                 for slot in model.seed_slots.values():
                     slot.alpha.zero_()
-            assert torch.equal(model.body(batch[0], train).output, bare)
+            assert torch.equal(model.body(batch[0], train)[0], bare)
             if stage is SeedStage.BLENDING:
                 for slot in model.seed_slots.values():
                     slot.alpha.fill_(slot.state.alpha)
@@ -169,7 +169,7 @@ def test_the_host_learns_through_an_acting_seed(kind: HostKind, style: str) -> N
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def loss() -> Tensor:
-        return cross_entropy(model.body(batch[0], True).output, batch[1])
+        return cross_entropy(model.body(batch[0], True)[0], batch[1])
 
     def slope() -> float:
         (gradient,) = torch.autograd.grad(loss(), [weight])
