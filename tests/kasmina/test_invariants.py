@@ -45,7 +45,7 @@ SEEN: dict[tuple[HostKind, int], list[set[tuple[SeedStage, str | None]]]] = {}
 """Stages with styles that each walk has seen, by kind of host and number of slots."""
 WALKING_TESTS = 4
 # No shrinking: a smaller number is not a simpler walk.
-EXAMPLES = 3
+EXAMPLES = 4
 few = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 some_host = pytest.mark.parametrize(("kind", "slots"), [(kind, slots) for kind in HOST_KINDS for slots in (1, 3)])
 walks = st.integers(0, 2**32 - 1)
