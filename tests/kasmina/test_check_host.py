@@ -123,6 +123,21 @@ def test_there_is_no_dropout_in_a_fleet() -> None:
     assert check_host(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), torch.randn(3, 4)).sound
 
 
+class TrainOnly(Stretch):
+    """A segment that fails outside training."""
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        if not train:
+            raise RuntimeError("no statistics yet")
+        return super().forward(h, train)
+
+
+def test_a_segment_that_fails_in_eval_mode_is_reported() -> None:
+    host = Host([TrainOnly(Linear(4, 4)), Stretch(Linear(4, 2))], [SlotSpec("middle", 4, "vector", 0.5)])
+    report = check_host(host, torch.randn(3, 4))
+    assert report.rows == "error" and "no statistics yet" in report.detail
+
+
 def test_parameters_that_cannot_learn_are_listed() -> None:
     biased = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
     x = torch.randn(16, 3, 6, 6)

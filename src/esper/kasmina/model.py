@@ -92,6 +92,8 @@ class MorphogeneticModel(nn.Module):
         """`slots` are slot ids of the host (default: all); `budget` limits the grown parameters."""
         super().__init__()
         check_settings(isolation, config, budget, rng_seed)
+        if isinstance(host, Body) and slots is not None:
+            raise BadValueError(f"slots {list(slots)} were given with a body, which has its own; omit them")
         self.body = host if isinstance(host, Body) else _segmented(host, slots, isolation)
         self.isolation = isolation
         self.config = config if config is not None else LifecycleConfig()
