@@ -76,7 +76,7 @@ class ImageBatches:
         if self.images.device.type != "cuda":
             inputs, targets = self.minibatches(seeds, index)
             return Samples(inputs.to(dtype)[group], targets[group])
-        from esper.kasmina.kernels.draws import draw_rows  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.rows import draw_rows  # needs triton, which only CUDA builds bring along
 
         chosen = self._chosen(seeds, index)
         if self._channels_last is None:
