@@ -94,7 +94,7 @@ def grown() -> HostFleet:
     """With room for a `conv_light` in the last slot of env 0, but not for its gate. Copy before use."""
     fleet = make_fleet(task_of("cnn"))
     offers = {offer.name: offer.parameters for offer in fleet.slots["r1c2"].blueprints}
-    fleet.budget = offers["conv_light"]
+    fleet.lifecycles.budget = offers["conv_light"]
     return fleet
 
 
@@ -103,10 +103,10 @@ def test_what_is_refused_has_changed_nothing(what: str, grown: HostFleet) -> Non
     """Typed errors; no weight, state, bank or plan has moved."""
     attempt, error = REFUSED[what]
     fleet = copy.deepcopy(grown)
-    plan, banks = fleet.plan, list(fleet.banks)
+    plan, banks = fleet.update_plan(), list(fleet.banks)
     with pytest.raises(error):
         attempt(fleet)
-    assert fleet.plan is plan
+    assert fleet.update_plan() is plan
     assert list(fleet.banks) == banks
     for env in range(fleet.n):
         assert_same_env(fleet, grown, env)

@@ -11,7 +11,7 @@ from torch import Size, Tensor, nn
 
 import esper
 from esper.tolaria import OptimiserConfig
-from esper.tolaria.stacked import MemberWeights, StackedOptimizer, StackedWeights, per_member
+from esper.tolaria.banks import MemberWeights, StackedOptimizer, StackedWeights, per_member
 
 SHAPES = {"kernel": Size((3, 2)), "bias": Size((3,)), "scale": Size(())}
 MEMBERS = 4

@@ -238,7 +238,7 @@ def training_fleet(isolation: Isolation) -> HostFleet:
 def test_straight_through_equals_single_hosts() -> None:
     """A fleet does to each host and seed what a lone model does; rounding apart."""
     fleet, task = training_fleet("straight_through"), tiny_task()
-    assert fleet.plan[1] is None
+    assert fleet.update_plan()[1] is None
     batches = task.load_batches()
     for env, style in enumerate(BLEND_STYLES):
         lone = HostTrainer(task, batches, env, isolation="straight_through")

@@ -210,7 +210,7 @@ def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) ->
 
 def _rows_with(fleet: HostFleet, envs: Sequence[int], acting: Collection[str]) -> Rows:
     """Main rows of these envs in which only these slots act."""
-    _ = fleet.plan  # settles the banks
+    fleet.update_plan()
     rows = deployed_rows(fleet, envs)
     acts = {place: [act for act in found if act.bank.slot.slot_id in acting] for place, found in rows.acts.items()}
     return replace(rows, acts=acts)

@@ -28,8 +28,7 @@ from esper.tamiyo.features import growth_layout, signals_to_features
 from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
-from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.probing import Prober, Sensing
+from esper.tolaria.measurement import FleetComparison, Prober, Sensing
 
 _CHOICES = {head.name: head.choices for head in HEADS}
 
