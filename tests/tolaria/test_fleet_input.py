@@ -24,7 +24,7 @@ from esper.tolaria import HostFleet, get_task
 @pytest.mark.parametrize("n", [0, -1])
 def test_a_fleet_needs_hosts(n: int) -> None:
     """At least one."""
-    with pytest.raises(BadValueError, match=f"{n} hosts"):
+    with pytest.raises(BadValueError, match=f"at least 1, not {n}"):
         HostFleet(task_of("cnn"), n)
 
 
@@ -94,7 +94,7 @@ def grown() -> HostFleet:
     """With room for a `conv_light` in the last slot of env 0, but not for its gate. Copy before use."""
     fleet = make_fleet(task_of("cnn"))
     offers = {offer.name: offer.parameters for offer in fleet.slots["r1c2"].blueprints}
-    fleet.lifecycles.budget = offers["conv_light"]
+    fleet.budget = offers["conv_light"]
     return fleet
 
 

@@ -11,7 +11,7 @@ from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet
 from esper.tolaria.banks import Bank, bucket
-from esper.tolaria.rows import START, Act, PassPlan, Rows
+from esper.tolaria.rows import START, Act, Rows
 
 
 @pytest.mark.parametrize(
@@ -213,17 +213,17 @@ def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = bare()
     walks: list[tuple[int, int]] = []
     effects: list[str] = []
-    walk, effect = fleet.host.train, Bank.effect
+    walk, effect = fleet.host.run, Bank.effect
 
-    def noting(plan: PassPlan, x: Tensor) -> object:
-        walks.append((len(x), 0 if plan.shadow is None else len(plan.shadow)))
-        return walk(plan, x)
+    def noting(rows: Rows, x: Tensor, *, train: bool, shadow: Rows | None) -> object:
+        walks.append((len(rows), 0 if shadow is None else len(shadow)))
+        return walk(rows, x, train=train, shadow=shadow)
 
     def acting_once(bank: Bank, *arguments: Tensor) -> Tensor:
         effects.append(f"{bank.slot.slot_id} {bank.blueprint}")
         return effect(bank, *arguments)
 
-    monkeypatch.setattr(fleet.host, "train", noting)
+    monkeypatch.setattr(fleet.host, "run", noting)
     monkeypatch.setattr(Bank, "effect", acting_once)
     samples = fleet.draw(0)
     fleet.train_minibatch(samples, 0.1)

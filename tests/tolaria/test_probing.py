@@ -90,5 +90,5 @@ def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
     done = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=fleet.places.values())
     stream = done.taps[fleet.places[slot_id]]
     (g,) = torch.autograd.grad(row_losses(done.output, targets).sum(), [stream])
-    raw = Prober(fleet)._offers(slot_id, stream.detach(), g)[:3, names.index(blueprint)]
+    raw = Prober(fleet)._worths(slot_id, stream.detach(), g)[:3, names.index(blueprint)]
     assert raw.tolist() == pytest.approx(norms, rel=1e-3)

@@ -8,6 +8,7 @@ model uses.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from esper.kasmina import Host, LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
 from esper.kasmina.compare import RowScore
-from esper.kasmina.layers import BATCH_NORM_MOMENTUM
+from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
 from esper.leyline import BadValueError, StageChange, UnknownNameError, derive_seed
 from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
@@ -27,7 +28,7 @@ from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measurement import FleetComparison, measure, measure_committed
 from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
-from esper.tolaria.passes import PassResult, StackedHost, row_losses
+from esper.tolaria.passes import StackedHost, row_losses
 from esper.tolaria.rows import LEAST_ROWS, PassPlan, Rows, eval_rows, make_plan
 from esper.tolaria.tasks import Task
 
@@ -70,18 +71,19 @@ class HostFleet:
         self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes
         if self.validation_bytes < 1:
             raise BadValueError(f"validation_bytes {self.validation_bytes} must be positive")
-        self._start_episode(range(n) if seeds is None else seeds)
         self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
-        self._add_lifecycles(LifecycleConfig() if config is None else config)
+        self.config, self.budget = config or LifecycleConfig(), task.parameter_budget
+        self._start_episode(range(n) if seeds is None else seeds)
+        self._add_lifecycles()
         with memory_guard(self, "loading the data"):
             self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
         with memory_guard(self, "building the fleet"):
             self._build(governor, graphs=graphs)
 
-    def _add_lifecycles(self, config: LifecycleConfig) -> None:
+    def _add_lifecycles(self) -> None:
         """The verbs and states of the lifecycles are the fleet's too."""
-        lives = self.lifecycles = Lifecycles(self, config, self.task.parameter_budget)
-        self.config, self.budget, self.states = config, lives.budget, lives.states
+        lives = self.lifecycles = Lifecycles(self)
+        self.states = lives.states
         self.germinate, self.advance, self.prune = lives.germinate, lives.advance, lives.prune
         self.fossilize, self.set_alpha_target, self.adopt = lives.fossilize, lives.set_alpha_target, lives.adopt
         self.check_env, self.reports, self.grown_parameters = lives.check_env, lives.reports, lives.grown_parameters
@@ -169,18 +171,17 @@ class HostFleet:
         for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
             weights.zero_grad()
         inputs, targets = samples
-        main, shadow_output = self.host.train(plan, inputs)
-        losses = row_losses(main.output, targets)
+        result = self.host.run(replace(plan.main, acts=plan.acts), inputs, train=True, shadow=plan.shadow)
+        losses = row_losses(result.output, targets)
         total = losses.sum()
-        if shadow_output is not None:
-            assert plan.shadow is not None
-            assert plan.shadow.valid is not None
-            shadow_losses = row_losses(shadow_output, targets.index_select(0, plan.shadow.env))
-            total = total + shadow_losses.where(plan.shadow.valid, 0.0).sum()
+        shadow = plan.shadow
+        if shadow is not None and shadow.valid is not None and result.shadow_output is not None:
+            shadow_losses = row_losses(result.shadow_output, targets.index_select(0, shadow.env))
+            total = total + shadow_losses.where(shadow.valid, 0.0).sum()
         total.backward()
         finite, update_ratio = self._step(rate, warm)
-        self._write_statistics(main)
-        variance = main.output.detach().to(self.dtype).flatten(1, -2).var(1).sum(1)
+        self._write_statistics(result.statistics)
+        variance = result.output.detach().to(self.dtype).flatten(1, -2).var(1).sum(1)
         self.governor.observe(*(signs[: self.n] for signs in (losses.detach(), finite, variance, update_ratio)))
         return losses.detach()
 
@@ -197,10 +198,10 @@ class HostFleet:
         return finite, host_norms.update_ratio
 
     @torch.no_grad()
-    def _write_statistics(self, main: PassResult) -> None:
+    def _write_statistics(self, statistics: list[Statistics]) -> None:
         """Running statistics move towards those of the batch, where these are finite."""
-        for index, statistics in enumerate(main.statistics):
-            for name, value in statistics.items():
+        for index, by_name in enumerate(statistics):
+            for name, value in by_name.items():
                 buffer = self.host.buffers[f"segments.{index}.{name}"]
                 finite = per_member(value.flatten(1).isfinite().all(1), value)
                 buffer.copy_(buffer.lerp(value, BATCH_NORM_MOMENTUM).where(finite, buffer))
@@ -235,19 +236,16 @@ class HostFleet:
     def govern(self, comparison: FleetComparison) -> list[Panic]:
         """After validation: restore the snapshots of envs that panic, then take new snapshots of all."""
         losses = torch.tensor([row.loss for row in comparison.main])
-        self.governor.examine(losses, self._state_finite())
+        banks = [bank.weights.matrix for bank in self.banks.values()]
+        stacked = [self.host.weights.matrix, *self.host.buffers.values(), *banks]
+        finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked]).all(0)
+        self.governor.examine(losses, finite[: self.n])
         panics = self.governor.verdicts()
         for panic in panics:
             self.snapshots.restore(panic.env)
         with memory_guard(self, "taking snapshots"):
             self.snapshots.take()
         return panics
-
-    def _state_finite(self) -> Tensor:
-        """Whether all weights and statistics of each env are finite (N,)."""
-        banks = [bank.weights.matrix for bank in self.banks.values()]
-        stacked = [self.host.weights.matrix, *self.host.buffers.values(), *banks]
-        return torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked]).all(0)[: self.n]
 
     # -- structure ----------------------------------------------------------------------------------------------------
 

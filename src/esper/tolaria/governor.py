@@ -84,10 +84,8 @@ class Governor:
         self.config = config if config is not None else GovernorConfig()
         self.guess = random_guess_loss
         self.signs = torch.zeros(n, len(Symptom), dtype=torch.bool, device=device)
-        self._mean, self._square, self._variance = (
-            torch.zeros(n, dtype=torch.float64, device=device) for _ in range(3)
-        )
-        self._seen, self._high = (torch.zeros(n, dtype=torch.int64, device=device) for _ in range(2))
+        self._mean, self._square, self._variance = torch.zeros(3, n, dtype=torch.float64, device=device)
+        self._seen, self._high = torch.zeros(2, n, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def observe(self, losses: Tensor, gradients_finite: Tensor, logit_variance: Tensor, update_ratio: Tensor) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from esper.kasmina import LifecycleConfig, SeedState, lifecycle
+from esper.kasmina import SeedState, lifecycle
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, SeedReport, SeedStage, StageChange, UnknownNameError
 
 if TYPE_CHECKING:
@@ -13,23 +13,21 @@ if TYPE_CHECKING:
 class Lifecycles:
     """States by env and slot. The fleet owns the weights: it hears of births, deaths and changes."""
 
-    def __init__(self, fleet: "HostFleet", config: LifecycleConfig, budget: int) -> None:
-        """`budget` is the number of parameters that each env may grow."""
-        self.fleet, self.config, self.budget = fleet, config, budget
-        self.n, self.slots = fleet.n, fleet.slots
+    def __init__(self, fleet: "HostFleet") -> None:
+        self.fleet = fleet
         self.states: list[dict[str, SeedState]] = []
         self.reset()
 
     def reset(self) -> None:
         """Empty all slots."""
-        self.states[:] = [{slot_id: SeedState(slot_id) for slot_id in self.slots} for _ in range(self.n)]
+        self.states[:] = [{slot_id: SeedState(slot_id) for slot_id in self.fleet.slots} for _ in range(self.fleet.n)]
 
     def germinate(
         self, env: int, slot_id: str, blueprint: str, *, style: str = "add", tempo: int = 3, alpha_target: float = 1.0
     ) -> StageChange:
         """Plant a seed in a dormant slot of one env."""
-        state, slot = self._state(env, slot_id), self.slots[slot_id]
-        left = self.budget - self.grown_parameters(env)
+        state, slot = self._state(env, slot_id), self.fleet.slots[slot_id]
+        left = self.fleet.budget - self.grown_parameters(env)
         sown = lifecycle.sow(
             state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
@@ -38,11 +36,13 @@ class Lifecycles:
 
     def advance(self, env: int, slot_id: str) -> StageChange:
         """One transition forward."""
-        return self._replace(env, slot_id, lifecycle.advance(self._state(env, slot_id), self.config), "advance")
+        return self._replace(env, slot_id, lifecycle.advance(self._state(env, slot_id), self.fleet.config), "advance")
 
     def fossilize(self, env: int, slot_id: str) -> StageChange:
         """Commit a HOLDING seed for good."""
-        return self._replace(env, slot_id, lifecycle.fossilize(self._state(env, slot_id), self.config), "fossilize")
+        return self._replace(
+            env, slot_id, lifecycle.fossilize(self._state(env, slot_id), self.fleet.config), "fossilize"
+        )
 
     def set_alpha_target(
         self, env: int, slot_id: str, target: float, *, steps: int = 3, curve: str = "linear"
@@ -53,7 +53,7 @@ class Lifecycles:
 
     def prune(self, env: int, slot_id: str, *, steps: int = 0, curve: str = "linear") -> StageChange:
         """Remove a seed, at once or after a ramp of `steps`."""
-        after = lifecycle.prune(self._state(env, slot_id), self.config, steps=steps, curve=curve)
+        after = lifecycle.prune(self._state(env, slot_id), self.fleet.config, steps=steps, curve=curve)
         return self._replace(env, slot_id, after, "prune")
 
     def tick(self) -> list[tuple[int, StageChange]]:
@@ -61,7 +61,7 @@ class Lifecycles:
         changes: list[tuple[int, StageChange]] = []
         for env, states in enumerate(self.states):
             for slot_id, state in list(states.items()):
-                after, automatic = lifecycle.tick(state, self.config)
+                after, automatic = lifecycle.tick(state, self.fleet.config)
                 if after is not state:
                     self._replace(env, slot_id, after, "tick")
                 changes += [(env, change) for change in automatic]
@@ -69,13 +69,13 @@ class Lifecycles:
 
     def check_env(self, env: int) -> None:
         """Refuse a number that is no env."""
-        if not 0 <= env < self.n:
-            raise UnknownNameError("env", env, [f"0 to {self.n - 1}"])
+        if not 0 <= env < self.fleet.n:
+            raise UnknownNameError("env", env, [f"0 to {self.fleet.n - 1}"])
 
     def _state(self, env: int, slot_id: str) -> SeedState:
         self.check_env(env)
-        if slot_id not in self.slots:
-            raise UnknownNameError("slot", slot_id, self.slots)
+        if slot_id not in self.fleet.slots:
+            raise UnknownNameError("slot", slot_id, self.fleet.slots)
         return self.states[env][slot_id]
 
     def _replace(self, env: int, slot_id: str, after: SeedState, cause: str) -> StageChange:
@@ -103,12 +103,12 @@ class Lifecycles:
     def grown_parameters(self, env: int) -> int:
         """Parameters of all seeds of one env."""
         self.check_env(env)
-        return sum(lifecycle.seed_parameters(self.slots[slot_id], s) for slot_id, s in self.states[env].items())
+        return sum(lifecycle.seed_parameters(self.fleet.slots[slot_id], s) for slot_id, s in self.states[env].items())
 
     def reports(self, env: int) -> tuple[SeedReport, ...]:
         """The slots of one env as a controller sees them."""
         self.check_env(env)
         return tuple(
-            lifecycle.report(state, lifecycle.seed_parameters(self.slots[slot_id], state))
+            lifecycle.report(state, lifecycle.seed_parameters(self.fleet.slots[slot_id], state))
             for slot_id, state in self.states[env].items()
         )

@@ -15,7 +15,7 @@ from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
 from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
 from esper.tolaria.banks import StackedWeights
 from esper.tolaria.batches import Samples
-from esper.tolaria.rows import Act, PassPlan, Rows
+from esper.tolaria.rows import Act, Rows
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -102,11 +102,13 @@ def score(fleet: "HostFleet", rows: Rows, samples: Samples, statistics: list[Sta
 
 
 class PassResult(NamedTuple):
-    """Outputs (R, B, …), batch statistics per segment, and the streams at the tapped places, before banks act."""
+    """Outputs (R, B, …) of rows and of shadow rows, batch statistics per segment, and streams at the tapped places."""
 
     output: Tensor
+    shadow_output: Tensor | None
     statistics: list[Statistics]
     taps: dict[int, Tensor]
+    """Before banks act."""
 
 
 def _fuse_pools(segments: Sequence[nn.Module], places: Collection[int]) -> list[nn.Module | None]:
@@ -177,47 +179,35 @@ class StackedHost:
         train: bool,
         statistics: list[Statistics] | None = None,
         tapped: Collection[int] = (),
+        shadow: Rows | None = None,
     ) -> PassResult:
-        """From the input `x` (rows born at the start, B, …) to the output; `statistics` replace the running ones."""
+        """From the input `x` (rows born at the start, B, …) to the output; `statistics` replace the running ones.
+
+        Shadow rows are born from these rows and pass through the host beside them, as only the latter train it. Where
+        banks act the two are one batch: `rows.acts` numbers the shadow rows after the others.
+        """
         births = {birth.place: birth.parents for birth in rows.births}
-        h, taps = x, dict[int, Tensor]()
+        shadow_births = {birth.place: birth.parents for birth in shadow.births} if shadow else {}
+        h, shadow_h, taps = x, None, dict[int, Tensor]()
         batch_statistics: list[Statistics] = [{} for _ in self._segments]
         for index, segment in enumerate(self._segments):
             if segment is not None:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
                 h, batch_statistics[index] = segment(state, h, train)
+                if shadow is not None and shadow_h is not None:
+                    shadow_h, _ = segment(self.segment_state(index, shadow, len(shadow_h)), shadow_h, train)
             if index in tapped:
                 taps[index] = h
             if index in births:
                 h = cat_rows([h, take_rows(h, births[index])])
-            if index in rows.acts:
-                h = _act_on(h, rows.acts[index], self.streams)
-        return PassResult(h, batch_statistics, taps)
-
-    def train(self, plan: PassPlan, x: Tensor) -> tuple[PassResult, Tensor | None]:
-        """The main rows from the input `x` (R, B, …), and the outputs of the shadow rows that are born from them.
-
-        Both pass through the host side by side, as only main rows train it. Where banks act they are one batch.
-        """
-        main, shadow, acts = plan
-        births = {} if shadow is None else {birth.place: birth.parents for birth in shadow.births}
-        h, shadow_h = x, None
-        statistics: list[Statistics] = [{} for _ in self._segments]
-        for index, segment in enumerate(self._segments):
-            if segment is not None:
-                h, statistics[index] = segment(self.segment_state(index, main, len(h)), h, True)
-                if shadow_h is not None:
-                    assert shadow is not None
-                    shadow_h, _ = segment(self.segment_state(index, shadow, len(shadow_h)), shadow_h, True)
-            if index in births:
-                born = take_rows(h.detach(), births[index])
+            if index in shadow_births:
+                born = take_rows(h.detach(), shadow_births[index])
                 shadow_h = born if shadow_h is None else cat_rows([shadow_h, born])
-            if index in acts:
-                if shadow_h is None:
-                    h = _act_on(h, acts[index], self.streams)
-                else:
-                    h, shadow_h = split_rows(_act_on(cat_rows([h, shadow_h]), acts[index], self.streams), len(h))
-        return PassResult(h, statistics, {}), shadow_h
+            if index in rows.acts and shadow_h is None:
+                h = _act_on(h, rows.acts[index], self.streams)
+            elif index in rows.acts:
+                h, shadow_h = split_rows(_act_on(cat_rows([h, shadow_h]), rows.acts[index], self.streams), len(h))
+        return PassResult(h, shadow_h, batch_statistics, taps)
 
 
 def _act_on(h: Tensor, acts: Sequence[Act], streams: SideStreams) -> Tensor:

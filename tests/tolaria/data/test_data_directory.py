@@ -134,14 +134,6 @@ def test_a_present_file_is_verified_and_never_replaced(tmp_path: Path, mirror: s
         assert path.read_bytes() == content
 
 
-def test_a_present_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = remote()
-    (tmp_path / wanted.name).write_bytes(CONTENT)
-    locate(wanted, tmp_path)
-    monkeypatch.setattr(hashlib, "file_digest", None)  # calling it would be a TypeError
-    assert locate(wanted, tmp_path) == tmp_path / wanted.name
-
-
 def test_a_read_only_directory_is_read_and_not_written(tmp_path: Path, mirror: str) -> None:
     # Root can write anywhere, so this also tests that the mode of the folder is respected.
     folder = tmp_path / "read-only"

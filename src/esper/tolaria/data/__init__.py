@@ -1,4 +1,4 @@
-"""Data sets: found or fetched, verified, split by one rule, and handed out as tensors."""
+"""Data sets: located or fetched, verified, split by one rule, as tensors."""
 
 from esper.tolaria.data.arrays import SPLIT_SEED, stratified_split
 from esper.tolaria.data.dataset import DATASET_NAMES, ImageData, ImagePart, TextData, data_digest, is_present, load
