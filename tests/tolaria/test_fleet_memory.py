@@ -135,12 +135,12 @@ def test_parts_keep_to_the_budget(kind: Kind) -> None:
     budget = memory.calibrating(rows, len(memory.calibration)) * 3 // 4
     parts = memory.divide(range(8), budget)
     assert len(parts) == 2
-    assert [env for part in parts for env in part.envs] == list(range(8))
-    for part in parts:
-        rows, _ = eval_rows(fleet, part.envs)
+    assert [env for envs, _ in parts for env in envs] == list(range(8))
+    for envs, chunk in parts:
+        rows, _ = eval_rows(fleet, envs)
         assert memory.calibrating(rows, len(memory.calibration)) <= budget
-        assert memory.scoring(rows, part.chunk) <= budget
-        assert part.chunk == CHUNK["cpu"] or memory.scoring(rows, part.chunk + 1) > budget
+        assert memory.scoring(rows, chunk) <= budget
+        assert chunk == CHUNK["cpu"] or memory.scoring(rows, chunk + 1) > budget
 
 
 @KINDS
@@ -377,11 +377,11 @@ def test_memory_does_not_grow() -> None:
     """Two hundred edits and snapshots hold what forty do."""
     fleet, chance = make_fleet(task_of("cnn"), grown=False), random.Random(3)
     live(fleet, 40, chance)
-    early, snapshots = held_bytes(fleet), fleet.snapshots.bytes()
+    early, snapshots = held_bytes(fleet), held_bytes(fleet.snapshots._tensors)
     assert len(fleet.banks) == 4, "not all banks were met early"
     live(fleet, 160, chance)
     assert held_bytes(fleet) == pytest.approx(early, rel=0.05)
-    assert fleet.snapshots.bytes() == snapshots
+    assert held_bytes(fleet.snapshots._tensors) == snapshots
 
 
 def test_a_leak_would_show() -> None:

@@ -7,7 +7,7 @@ is not finite, keeps its weights and its state.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
@@ -117,13 +117,6 @@ class MemberWeights(StackedWeights):
         self.whole.grad = None
 
 
-class StepNorms(NamedTuple):
-    """Per member: the gradient's norm before clipping, and the update's norm relative to that of the weights."""
-
-    gradient: Tensor
-    update_ratio: Tensor
-
-
 class StackedOptimizer:
     """The optimiser state of stacked weights."""
 
@@ -134,8 +127,11 @@ class StackedOptimizer:
         self.steps = weights.matrix.new_zeros(len(weights))
 
     @torch.no_grad()
-    def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> StepNorms:
-        """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors."""
+    def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors.
+
+        Returns per member the gradient's norm before clipping, and the update's norm relative to that of the weights.
+        """
         gradient = self.weights.gradient()
         if used is not None:
             gradient = gradient.where(used, 0.0)
@@ -147,7 +143,7 @@ class StackedOptimizer:
         update = self._update(clipped, rates[:, None], mask)
         before = self.weights.matrix.square().sum(1).sqrt()
         self.weights.matrix += update
-        return StepNorms(norms, update.square().sum(1).sqrt() / before)
+        return norms, update.square().sum(1).sqrt() / before
 
     def _update(self, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
         """The update of the weights, 0 outside the mask. Changes the optimiser state."""
@@ -278,7 +274,8 @@ class Bank:
         Returns the gradient norms (envs,), 0 for those that do not train.
         """
         rates = rates.where(~self.newborn, rates * warm)
-        return self.optimizer.step(rates, self.takes_part, self.used).gradient.where(self.takes_part, 0.0)
+        norms, _ = self.optimizer.step(rates, self.takes_part, self.used)
+        return norms.where(self.takes_part, 0.0)
 
     def _fresh(self, rng_seed: int | None) -> nn.ModuleDict:
         """A seed with its gate."""

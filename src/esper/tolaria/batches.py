@@ -6,6 +6,7 @@ each.
 """
 
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,6 @@ class ImageBatches:
         self._data = data
         self._order: tuple[int, Tensor, int, Tensor] | None = None
         self._seed: tuple[int, Tensor] | None = None
-        self._channels_last: Tensor | None = None
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: passes over shuffled data, one after the other."""
@@ -111,8 +111,6 @@ class ImageBatches:
         from esper.kasmina.kernels.draws import draw_rows  # needs triton, which only CUDA builds bring along
 
         chosen = self._chosen(seeds, index)
-        if self._channels_last is None:
-            self._channels_last = self.images.permute(0, 2, 3, 1).contiguous()
         span, none = 2 * self.shift + 1, torch.zeros_like(chosen)
         moves = (
             self._draw(span, seeds, index, Purpose.SHIFT_ROWS) if self.shift else none,
@@ -123,6 +121,10 @@ class ImageBatches:
         scale, offset = 1 / (255 * std), -mean / std
         inputs = draw_rows(self._channels_last, chosen, moves, group, scale, offset, shift=self.shift, dtype=dtype)
         return Samples(inputs, self.labels[chosen][group])
+
+    @cached_property
+    def _channels_last(self) -> Tensor:
+        return self.images.permute(0, 2, 3, 1).contiguous()
 
     def _chosen(self, seeds: Tensor, index: int) -> Tensor:
         """Numbers of the training images of a minibatch (G, B)."""

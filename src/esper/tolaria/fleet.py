@@ -9,6 +9,7 @@ model uses.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -100,7 +101,6 @@ class HostFleet:
         """Factor on the learning rate of each row."""
         self.norms: dict[tuple[str, str], Tensor] = {}
         """Gradient norms of the last minibatch by bank (envs,)."""
-        self._validation_memory: ValidationMemory | None = None
         self.governor = Governor(self.n, self.task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
         self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
@@ -188,14 +188,14 @@ class HostFleet:
     def _step(self, rate: Tensor, warm: Tensor) -> tuple[Tensor, Tensor]:
         """Step hosts and seeds. Returns, per row, whether all gradients were finite, and the host's update ratio."""
         rates = rate * self.rate_scale
-        host_norms = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
-        finite = host_norms.gradient.isfinite()
+        host_norms, update_ratio = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
+        finite = host_norms.isfinite()
         with self.host.streams.over(self.busy_banks()) as busy:
             norms = {key: self.banks[key].step(rates, warm) for key in busy}
         self.norms.update(norms)
         if norms:
             finite = finite & torch.stack(list(norms.values())).isfinite().all(0)
-        return finite, host_norms.update_ratio
+        return finite, update_ratio
 
     @torch.no_grad()
     def _write_statistics(self, statistics: list[Statistics]) -> None:
@@ -218,20 +218,18 @@ class HostFleet:
         """Score main rows, auditions and contributions on the validation set, and record them in the seeds' states."""
         with memory_guard(self, "validating"):
             self.update_plan()
-            return measure(self, self._memory(), deployed=deployed)
+            return measure(self, self._memory, deployed=deployed)
 
     def validate_committed(self, *, final: bool = False) -> list[RowScore]:
         """Score every host with its fossils alone, as it will be hardened. `final` uses the test images instead."""
         with memory_guard(self, "validating"):
             self.update_plan()
-            memory = self._memory()
-            return measure_committed(self, memory, self.batches.test() if final else memory.samples)
+            return measure_committed(self, self._memory, self.batches.test() if final else self._memory.samples)
 
+    @cached_property
     def _memory(self) -> ValidationMemory:
-        if self._validation_memory is None:
-            inputs = self.batches.calibration(self.task.calibration_size)
-            self._validation_memory = ValidationMemory(self, self.batches.validation(), inputs)
-        return self._validation_memory
+        calibration = self.batches.calibration(self.task.calibration_size)
+        return ValidationMemory(self, self.batches.validation(), calibration)
 
     def govern(self, comparison: FleetComparison) -> list[Panic]:
         """After validation: restore the snapshots of envs that panic, then take new snapshots of all."""

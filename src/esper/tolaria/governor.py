@@ -57,10 +57,8 @@ class GovernorConfig:
     """Minibatches before anything counts as normal."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.decay < 1.0:
-            raise BadValueError(f"decay {self.decay} must lie between 0 and 1")
-        if self.patience < 1 or self.warmup < 1:
-            raise BadValueError(f"patience {self.patience} and warmup {self.warmup} must be at least 1")
+        if not 0.0 < self.decay < 1.0 or min(self.patience, self.warmup) < 1:
+            raise BadValueError(f"{self}: decay must lie between 0 and 1, patience and warmup must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -180,10 +178,6 @@ class SnapshotStore:
             tensor[env] = self._tensors[name][env].to(fleet.device, non_blocking=True) if name in self._tensors else 0
         fleet.optimizer.clear(env)
         fleet.adopt(env, before)
-
-    def bytes(self) -> int:
-        """Host memory in use."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     def _sources(self) -> dict[str, Tensor]:
         """Everything that is stored, each (envs, …)."""

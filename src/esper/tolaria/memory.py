@@ -5,7 +5,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -93,13 +93,6 @@ def peak_bytes(run: Callable[[int], object]) -> PeakBytes:
     return lambda inputs: max(a + (b - a) * (inputs - PROBES[0]) for a, b in zip(few, more, strict=True))
 
 
-class EnvChunk(NamedTuple):
-    """Envs that are measured together, and how many inputs at a time."""
-
-    envs: Sequence[int]
-    chunk: int
-
-
 class ValidationMemory:
     """Estimates what the passes of a validation need, and divides it accordingly."""
 
@@ -118,8 +111,10 @@ class ValidationMemory:
         self._banks: dict[tuple[str, str, frozenset[str]], PeakBytes] = {}
 
     @torch.no_grad()
-    def divide(self, envs: Sequence[int], budget: int) -> list[EnvChunk]:
-        """Divides envs into chunks whose passes have at most `budget` bytes of activations alive at once.
+    def divide(self, envs: Sequence[int], budget: int) -> list[tuple[Sequence[int], int]]:
+        """Divides envs into parts whose passes have at most `budget` bytes of activations alive at once.
+
+        Returns the envs of each part, and how many inputs to score at a time.
 
         Calibration takes its whole batch at once, so it divides the envs, each with all rows that are born from it.
         Scoring takes as many inputs as fit. Fewer than twice `LEAST_PART` envs are not divided further, nor is an
@@ -131,7 +126,7 @@ class ValidationMemory:
             return self.divide(envs[:half], budget) + self.divide(envs[half:], budget)
         chunks = range(1, CHUNK[self.fleet.device.type] + 1)
         chunk = bisect_right(chunks, budget, key=lambda inputs: self.scoring(rows, inputs))
-        return [EnvChunk(envs, max(chunk, 1))]
+        return [(envs, max(chunk, 1))]
 
     def calibrating(self, rows: Rows, inputs: int) -> int:
         """Bytes alive at once in the train-mode pass over this number of inputs."""

@@ -106,29 +106,28 @@ def indices(values: Sequence[int], device: torch.device) -> Tensor:
 def make_plan(fleet: "HostFleet") -> PassPlan:
     """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed: then
     its group stays as large as it was, so that structures recur."""
+
+    def bank_size(kind: str) -> Sizes:
+        return lambda bank, count: fleet.group_size((kind, bank.slot.slot_id, bank.blueprint), count)
+
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     row_of = {env: env for env in range(len(everyone))}
     main_entries = _entries(fleet, row_of, [])
     main_acts = _acts(fleet, main_entries, lambda _, count: bucket(count))
     main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
-
-    def size(bank: Bank, count: int) -> int:
-        return fleet.group_size(("acts", bank.slot.slot_id, bank.blueprint), count)
-
     if fleet.isolation == "straight_through":
-        acts = _acts(fleet, main_entries, size)
-        for place, silent in _silent_acts(fleet).items():
-            acts.setdefault(place, []).extend(silent)
+        acts = _acts(fleet, main_entries, bank_size("acts"))
+        for place, group in _acts(fleet, _training_entries(fleet), bank_size("training")).items():
+            acts.setdefault(place, []).extend(act._replace(silent=True) for act in group)
         return PassPlan(main, None, acts)
     training = [extra for extra in find_extras(fleet) if not extra.silent]
-    shadow, padded = None, list[Extra | None]()
-    if training:
-        births, padded = _births(fleet, training, row_of, lambda place, count: fleet.group_size(("born", place), count))
-        env = torch.cat([birth.parents for birth in births])
-        valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
-        shadow = Rows(env, births, valid=valid)
-    numbered = [(row, extra) for row, extra in enumerate(padded, len(everyone)) if extra is not None]
-    return PassPlan(main, shadow, _acts(fleet, _entries(fleet, row_of, numbered), size))
+    if not training:
+        return PassPlan(main, None, _acts(fleet, main_entries, bank_size("acts")))
+    births, padded = _births(fleet, training, row_of, lambda place, count: fleet.group_size(("born", place), count))
+    valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
+    shadow = Rows(torch.cat([birth.parents for birth in births]), births, valid=valid)
+    entries = _entries(fleet, row_of, _numbered(padded, len(everyone)))
+    return PassPlan(main, shadow, _acts(fleet, entries, bank_size("acts")))
 
 
 def _births(
@@ -148,6 +147,11 @@ def _births(
     return tuple(births), padded
 
 
+def _numbered(padded: Sequence[Extra | None], start: int) -> list[tuple[int, Extra]]:
+    """Extra rows with their numbers, without padding."""
+    return [(row, extra) for row, extra in enumerate(padded, start) if extra is not None]
+
+
 def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
     """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one. Also returns the
     (env, slot) that each of those rows is about, by its number."""
@@ -155,12 +159,12 @@ def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, 
     extras = [extra for extra in find_extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
     births, padded = _births(fleet, extras, row_of, lambda _, count: bucket(count) if on_cuda else count)
+    numbered = _numbered(padded, len(envs))
     start = Birth(START, torch.arange(len(envs), device=fleet.device))
     env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
+    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, numbered), _eval_size))
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
-    numbered = [(row, extra) for row, extra in enumerate(padded, len(envs)) if extra is not None]
-    acts = _acts(fleet, _entries(fleet, row_of, numbered), _eval_size)
-    return Rows(env, (start, *births), acts), {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
+    return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
 
 
 def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[SeedStage] = ACTIVE_STAGES) -> Rows:
@@ -208,18 +212,13 @@ def _entries(
     return entries
 
 
-def _silent_acts(fleet: "HostFleet") -> dict[int, list[Act]]:
+def _training_entries(fleet: "HostFleet") -> Entries:
     """Straight through: TRAINING seeds on their main rows."""
-    training: dict[tuple[str, str], list[Entry]] = {}
+    entries: dict[tuple[str, str], list[Entry]] = {}
     for env, slot_id, state in fleet.lifecycles.working():
         if state.stage is SeedStage.TRAINING:
-            training.setdefault((slot_id, str(state.blueprint)), []).append(Entry(env, env, full=True))
-
-    def size(bank: Bank, count: int) -> int:
-        return fleet.group_size(("training", bank.slot.slot_id, bank.blueprint), count)
-
-    acts = _acts(fleet, training, size)
-    return {place: [act._replace(silent=True) for act in group] for place, group in acts.items()}
+            entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(env, env, full=True))
+    return entries
 
 
 def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, list[Act]]:

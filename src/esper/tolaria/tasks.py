@@ -35,13 +35,10 @@ class OptimiserConfig:
     def __post_init__(self) -> None:
         if self.kind not in get_args(OptimiserKind):
             raise UnknownNameError("optimiser", self.kind, get_args(OptimiserKind))
-        if not 0.0 <= self.rate < math.inf or not 0.0 < self.clip_norm < math.inf:
+        finite = all(math.isfinite(value) for value in (self.rate, self.weight_decay, self.clip_norm))
+        if not finite or min(self.rate, self.weight_decay) < 0 or self.clip_norm <= 0 or not 0 <= self.momentum < 1:
             raise BadValueError(
-                f"rate {self.rate} must not be negative, clip_norm {self.clip_norm} must be positive, both finite"
-            )
-        if not 0.0 <= self.momentum < 1.0 or not 0.0 <= self.weight_decay < math.inf:
-            raise BadValueError(
-                f"momentum {self.momentum} must be in [0, 1), weight_decay {self.weight_decay} not negative"
+                f"{self}: rate and weight_decay must be at least 0, clip_norm positive, momentum in [0, 1)"
             )
 
 

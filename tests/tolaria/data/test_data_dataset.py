@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.errors import BadValueError, DataError, UnknownNameError
-from esper.tolaria.data import DATASET_NAMES, ImageData, RemoteFile, dataset, is_present, load
+from esper.tolaria.data import DATASET_NAMES, ImageData, dataset, is_present, load
 from esper.tolaria.data.arrays import (
     ImageArrays,
     LabelledImages,
@@ -23,6 +23,7 @@ from esper.tolaria.data.arrays import (
     channel_statistics,
     check_image_arrays,
 )
+from esper.tolaria.data.directory import RemoteFile
 
 
 def load_images(name: str, data_dir: Path | None = None, **options: int) -> ImageData:
@@ -176,7 +177,7 @@ def test_average_pool_by_hand() -> None:
 
 
 def test_channel_statistics_by_hand() -> None:
-    images = np.zeros((2, 2, 1, 2), np.uint8)
+    images = torch.zeros(2, 2, 1, 2, dtype=torch.uint8)
     images[1, 0] = 255  # channel 0: half 0, half 1; channel 1: all 0
     assert channel_statistics(images) == ((0.5, 0.0), (0.5, 0.0))
 

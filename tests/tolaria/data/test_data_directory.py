@@ -12,7 +12,7 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data import RemoteFile, data_directory, fetch, locate
+from esper.tolaria.data.directory import RemoteFile, data_directory, fetch, locate
 
 CONTENT = b"forty-two" * 1000
 

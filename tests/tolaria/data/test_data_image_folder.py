@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data import image_folder, load, read_image_folder
+from esper.tolaria.data import image_folder, load
 from esper.tolaria.data.arrays import ImageArrays
-from esper.tolaria.data.image_folder import find_image_folder
+from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
 
 
 def picture(value: int, size: int = 4, mode: str = "RGB", format: str = "PNG") -> bytes:

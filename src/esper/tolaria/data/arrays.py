@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from esper.leyline.errors import BadValueError, DataError
-
-CHUNK_IMAGES = 4096
 
 
 class LabelledImages(NamedTuple):
@@ -61,12 +61,10 @@ def average_pool(images: NDArray[np.uint8], resolution: int) -> NDArray[np.uint8
     return np.rint(windows.sum(axis=(3, 5), dtype=np.uint32) / window**2).astype(np.uint8)
 
 
-def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of images (N, C, H, W), for pixels scaled to 0..1."""
-    histogram = np.zeros((images.shape[1], 256), np.int64)  # exact, and no float copy of the images
-    for start in range(0, len(images), CHUNK_IMAGES):
-        chunk = images[start : start + CHUNK_IMAGES].swapaxes(0, 1)
-        histogram += [np.bincount(channel.ravel(), minlength=256) for channel in chunk]
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), for pixels scaled to 0..1."""
+    # A histogram is exact, and needs no float copy of the images.
+    histogram = torch.stack([channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]).numpy()
     levels = np.arange(256) / 255
     share = histogram / histogram.sum(axis=1, keepdims=True)
     mean = share @ levels

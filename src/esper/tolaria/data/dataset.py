@@ -172,7 +172,7 @@ def _load_images(
         rest = rest[chosen]
     train = _image_part(arrays.train, rest, resolution)
     test = _image_part(arrays.test, np.arange(len(arrays.test.labels)), resolution)
-    mean, std = channel_statistics(train.images.numpy())
+    mean, std = channel_statistics(train.images)
     return ImageData(name, train, _image_part(arrays.train, validation, resolution), test, arrays.classes, mean, std)
 
 

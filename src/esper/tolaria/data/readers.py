@@ -46,15 +46,7 @@ FASHION_MNIST_FILES = (
 
 MNIST_CLASSES = tuple("0123456789")
 FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
+    *["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag"],
     "Ankle boot",
 )
 
