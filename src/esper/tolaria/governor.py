@@ -96,11 +96,8 @@ class Governor:
         left = known & (self._mean < self.config.left_guessing * self.guess)
         guesses = (losses - self.guess).abs() <= self.config.guessing_band * self.guess
         flat = known & (logit_variance <= self.config.flat_share * self._variance)
-        self._raise(Symptom.NOT_FINITE, ~finite)
-        self._raise(Symptom.COLLAPSE, left & guesses)
-        self._raise(Symptom.DIVERGENCE, self._high >= self.config.patience)
-        self._raise(Symptom.FLAT_LOGITS, flat)
-        self._raise(Symptom.RUNAWAY_UPDATE, ~(update_ratio <= self.config.update_ratio))
+        diverges, runaway = self._high >= self.config.patience, ~(update_ratio <= self.config.update_ratio)
+        self.signs |= torch.stack([~finite, left & guesses, diverges, flat, runaway], 1)  # in the order of Symptom
         self._learn(losses, logit_variance, finite & ~high)
 
     @torch.no_grad()
@@ -108,8 +105,8 @@ class Governor:
         """The end of a step: losses on the validation set, and whether weights and statistics are finite, each (N,)."""
         losses = validation_losses.to(self._mean)
         known = self._seen >= self.config.warmup
-        self._raise(Symptom.NOT_FINITE, ~(losses.isfinite() & state_finite))
-        self._raise(Symptom.DIVERGENCE, known & self._is_high(losses) & (losses > self.guess))
+        self.signs[:, Symptom.NOT_FINITE] |= ~(losses.isfinite() & state_finite)
+        self.signs[:, Symptom.DIVERGENCE] |= known & self._is_high(losses) & (losses > self.guess)
 
     def verdicts(self) -> list[Panic]:
         """The envs that panic, and why. Resets the signs. Host sync: once per step."""
@@ -131,9 +128,6 @@ class Governor:
         deviation = (self._square - self._mean.square()).clamp_min(0).sqrt()
         limit = torch.maximum(self._mean + self.config.sigmas * deviation, self.config.multiple * self._mean)
         return losses > limit
-
-    def _raise(self, symptom: Symptom, envs: Tensor) -> None:
-        self.signs[:, symptom] |= envs
 
     def _learn(self, losses: Tensor, logit_variance: Tensor, healthy: Tensor) -> None:
         """Running means, corrected for their start: after k values each weighs as in a mean of k."""

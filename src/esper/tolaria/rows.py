@@ -174,8 +174,8 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[See
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    """On CUDA a bucket. On the CPU one entry more, so that a member's last bits depend neither on whether it is alone
-    nor on whether it lies in the odd rest that vector kernels round differently."""
+    """On CUDA a bucket. On the CPU one entry more: a member's last bits must not depend on whether it is alone, or in
+    the odd rest that vector kernels round differently."""
     if bank.device.type == "cuda":
         return bucket(count)
     return count + 1 if count else 0
@@ -195,8 +195,10 @@ def _entries(
     extras: Sequence[tuple[int, Extra]],
     stages: Container[SeedStage] = ACTIVE_STAGES,
 ) -> Entries:
-    """By bank: the main rows (by env) whose seeds are in these stages, then the numbered extra rows: those about a
-    TRAINING seed of the bank, and those that pass an acting one behind their own slot."""
+    """By bank, the main rows (by env) whose seeds are in these stages, then the numbered extra rows.
+
+    The latter are those about a TRAINING seed of the bank, and those that pass an acting one after their own slot.
+    """
     entries: dict[tuple[str, str], list[Entry]] = {}
     for env, row in row_of.items():
         for slot_id, state in fleet.states[env].items() if env < fleet.n else ():

@@ -1,7 +1,7 @@
 """Images in class folders, `train|test/<class>/<n>.jpg|png`, in an archive or unpacked.
 
-Decoding tens of thousands of files takes seconds, so the pixels are cached as one .npz file next to the source or, if
-that folder is read-only, in the user's cache. The name of the file contains the checksum of the source.
+Decoding tens of thousands of files takes seconds, so the pixels are cached as one .npz file next to the source. If that
+folder is read-only, the file goes to the user's cache. Its name contains the checksum of the source.
 """
 
 import hashlib
@@ -78,36 +78,33 @@ def _fingerprint(source: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _natural(name: str) -> tuple[list[str | int], str]:
-    """A key that puts 2.jpg before 10.jpg."""
-    pieces = re.split(r"(\d+)", PurePosixPath(name).name)
-    return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name
+def _by_class_and_number(path: PurePosixPath) -> tuple[str, list[str | int], str]:
+    """A key that sorts by class, and puts 2.jpg before 10.jpg."""
+    pieces = re.split(r"(\d+)", path.name)
+    return path.parent.name, [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], str(path)
 
 
 def _decode(entries: Mapping[str, Path | bytes], source: Path) -> ImageArrays:
-    by_class: dict[str, dict[str, list[str]]] = {part: {} for part in PARTS}
-    for name in entries:
-        by_class[PurePosixPath(name).parts[-3]].setdefault(PurePosixPath(name).parent.name, []).append(name)
-    if not all(by_class.values()):
+    paths = sorted(map(PurePosixPath, entries), key=_by_class_and_number)
+    train, test = ([path for path in paths if path.parts[-3] == part] for part in PARTS)
+    if not train or not test:
         raise DataError(f"{source}: expected images as train|test/<class>/<n>.jpg|png; found {len(entries)} such files")
-    if len(tops := {PurePosixPath(name).parts[:-3] for name in entries}) > 1:
+    if len(tops := {path.parts[:-3] for path in paths}) > 1:
         raise DataError(f"{source}: expected one top folder at most; found {sorted('/'.join(top) for top in tops)}")
-    train_classes, test_classes = (sorted(by_class[part]) for part in PARTS)
-    if train_classes != test_classes:
-        raise DataError(f"{source}: training classes {train_classes} but test classes {test_classes}")
-
+    classes, test_classes = (sorted({path.parent.name for path in part}) for part in (train, test))
+    if classes != test_classes:
+        raise DataError(f"{source}: training classes {classes} but test classes {test_classes}")
     parts, shape = [], None
     with progress_bar(f"decoding {source.name}", len(entries)) as advance:
-        for part in PARTS:
-            names = [name for folder in train_classes for name in sorted(by_class[part][folder], key=_natural)]
+        for part in (train, test):
             images = []
-            for name in names:
-                images.append(_decode_image(entries[name], f"{source}: {name}", shape))
+            for path in part:
+                images.append(_decode_image(entries[str(path)], f"{source}: {path}", shape))
                 shape = images[0].shape
                 advance(1)
-            labels = np.repeat(np.arange(len(train_classes)), [len(by_class[part][c]) for c in train_classes])
+            labels = np.array([classes.index(path.parent.name) for path in part], np.int64)
             parts.append(LabelledImages(np.stack(images), labels))
-    return ImageArrays(parts[0], parts[1], tuple(train_classes))
+    return ImageArrays(parts[0], parts[1], tuple(classes))
 
 
 def _decode_image(
