@@ -203,10 +203,11 @@ class StackedHost:
             if index in shadow_births:
                 born = take_rows(h.detach(), shadow_births[index])
                 shadow_h = born if shadow_h is None else cat_rows([shadow_h, born])
-            if index in rows.acts and shadow_h is None:
-                h = _act_on(h, rows.acts[index], self.streams)
-            elif index in rows.acts:
-                h, shadow_h = split_rows(_act_on(cat_rows([h, shadow_h]), rows.acts[index], self.streams), len(h))
+            if index in rows.acts:
+                if shadow_h is None:
+                    h = _act_on(h, rows.acts[index], self.streams)
+                else:
+                    h, shadow_h = split_rows(_act_on(cat_rows([h, shadow_h]), rows.acts[index], self.streams), len(h))
         return PassResult(h, shadow_h, batch_statistics, taps)
 
 

@@ -58,7 +58,8 @@ def average_pool(images: NDArray[np.uint8], resolution: int) -> NDArray[np.uint8
     if window == 1:
         return images
     windows = images.reshape(count, channels, resolution, window, resolution, window)
-    return np.rint(windows.sum(axis=(3, 5), dtype=np.uint32) / window**2).astype(np.uint8)
+    pooled: NDArray[np.uint8] = np.rint(windows.sum(axis=(3, 5), dtype=np.uint32) / window**2).astype(np.uint8)
+    return pooled
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

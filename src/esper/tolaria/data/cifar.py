@@ -44,7 +44,8 @@ class _Record:
     """Stands for a global of a pickle: records the arguments of a call and the state that is set, and runs nothing."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments, self.state = arguments, None
+        self.arguments = arguments
+        self.state: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
         return _Record(*arguments)
@@ -73,7 +74,7 @@ def _text(value: Any) -> str:
 
 def _build_array(record: _Record) -> NDArray[np.uint8]:
     """The array of bytes that a record describes; raises for everything else."""
-    _version, shape, dtype, fortran, content = record.state or ()
+    _version, shape, dtype, fortran, content = record.state
     if _text(dtype.arguments[0]) != "u1":
         raise ValueError(f"an array of type {_text(dtype.arguments[0])!r} instead of u1")
     return np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")

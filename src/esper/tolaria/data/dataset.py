@@ -190,8 +190,9 @@ def _load_text(name: str, folder: Path, validation_size: int, train_size: int | 
     # the validation text of one run would be the test text of another.
     available = len(ids) - TEST_CHARACTERS
     _check_sizes(name, available, validation_size, train_size)
-    train, validation, test = np.split(ids.astype(np.int64), [available - validation_size, available])
-    return TextData(name, *(torch.from_numpy(part) for part in (train[:train_size], validation, test)), vocabulary)
+    parts = np.split(ids.astype(np.int64), [available - validation_size, available])
+    train, validation, test = map(torch.from_numpy, parts)
+    return TextData(name, train[:train_size], validation, test, vocabulary)
 
 
 @lru_cache(maxsize=LOADED_SETS)
