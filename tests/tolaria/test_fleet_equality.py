@@ -19,7 +19,7 @@ from esper.kasmina.slot import Isolation, Role
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig
 from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.passes import LANES, score_rows
+from esper.tolaria.passes import SIDE_STREAMS, score_rows
 
 CASES = [
     pytest.param(kind, optimiser, id=f"{kind}-{optimiser.kind}")
@@ -306,7 +306,7 @@ def test_replays_equal_eager_minibatches(isolation: Isolation, monkeypatch: pyte
     assert replayed.graphs is not None
     for fleet in fleets:
         shake(fleet)
-    assert len(replayed.banks) > LANES
+    assert len(replayed.banks) > SIDE_STREAMS
     captures = 0
     for minibatch in range(12):
         if minibatch == 8:

@@ -238,7 +238,7 @@ def training_fleet(isolation: Isolation) -> HostFleet:
 def test_straight_through_equals_single_hosts() -> None:
     """A fleet does to each host and seed what a lone model does; rounding apart."""
     fleet, task = training_fleet("straight_through"), tiny_task()
-    assert fleet.plan[1] is None
+    assert fleet.update_plan()[1] is None
     batches = task.load_batches()
     for env, style in enumerate(BLEND_STYLES):
         lone = HostTrainer(task, batches, env, isolation="straight_through")
@@ -260,7 +260,7 @@ def test_straight_through_leaves_the_host_alone() -> None:
         fleet.tick()
         fleet.train_step()
     shadow, straight = fleets
-    assert shadow.plan[1] is not None
+    assert shadow.update_plan()[1] is not None
     assert torch.equal(shadow.host.weights.matrix, straight.host.weights.matrix)
     for key in straight.banks:
         mine, other = straight.banks[key].weights.matrix, shadow.banks[key].weights.matrix

@@ -193,7 +193,7 @@ def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) ->
 
     def score(acting: Collection[str]) -> RowScore:
         with memory_guard(fleet, "scoring coalitions"):
-            _ = fleet.plan  # settles the banks
+            fleet.update_plan()
             rows = deployed_rows(fleet, envs)
             acts = {slot: [act for act in acts if act.bank.slot.slot_id in acting] for slot, acts in rows.acts.items()}
             return score_rows(fleet, replace(rows, acts=acts), samples, calibration)[envs.index(env)]

@@ -29,8 +29,7 @@ from esper.tamiyo.features import growth_layout, signals_to_features
 from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
-from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.probing import Prober, Sensing
+from esper.tolaria.measurement import FleetComparison, Prober, Sensing
 
 
 class IllegalActionError(EsperError, RuntimeError):

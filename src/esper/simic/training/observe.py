@@ -13,8 +13,7 @@ from esper.leyline import LIVE_STAGES, SeedStage, SlotSpec
 from esper.simic.training.hosts import Groups
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
 from esper.tolaria import HostFleet
-from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.probing import Sensing
+from esper.tolaria.measurement import FleetComparison, Sensing
 
 _FIELDS = (
     *("stage", "blueprint", "alpha", "alpha_target", "ramping", "steps_in_stage", "age", "cooldown", "tried"),
