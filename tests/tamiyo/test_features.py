@@ -418,7 +418,7 @@ def test_weights_serve_another_number_of_slots() -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (4, 3), (3, 2)])
 def test_signals_of_another_host_are_refused(shape: tuple[int, int]) -> None:
     """With both sizes in the message."""
-    with pytest.raises(BadValueError, match=rf"\({shape[0]}, {shape[1]}\) for a layout of \(3, 3\)"):
+    with pytest.raises(BadValueError, match=rf"\({shape[0]}, {shape[1]}\), the layout has \(3, 3\)"):
         signals_to_features(random_signals(2, *shape), growth_layout(slots(3)))
 
 

@@ -102,7 +102,7 @@ def test_log_probs_are_those_of_collection(name: str, epsilon: float) -> None:
         assert torch.allclose(values, torch.stack([getattr(step, field) for step in collected])[ALIVE], atol=1e-5), (
             field
         )
-    assert torch.equal(learnt.causal, table.causal(actions))
+    assert torch.equal(learnt.causal, table.relevance[actions[:, 0]])
     assert (learnt.log_probs[~learnt.causal] == 0).all()
     assert (learnt.log_probs[learnt.decided] < 0).all()
     placeholders = torch.tensor([head.placeholder for head in table.heads]).expand_as(actions)

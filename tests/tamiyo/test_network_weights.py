@@ -146,9 +146,9 @@ def test_first_bias() -> None:
 def test_tables_and_layouts_must_fit() -> None:
     """At construction: slots, blueprints, and the bias of the first head."""
     core = growth_table(head_preset("core"), slots(3))
-    with pytest.raises(BadValueError, match="'slot' points at 3 slots; the layout has 2"):
+    with pytest.raises(BadValueError, match="'slot' chooses among 3 slots; the layout has 2"):
         FactoredRecurrentActorCritic(core, layout(2))
-    with pytest.raises(BadValueError, match="'blueprint' compares 3 blueprints; the layout has 4"):
+    with pytest.raises(BadValueError, match="'blueprint' chooses among 3 blueprints; the layout has 4"):
         FactoredRecurrentActorCritic(core, replace(layout(3), blueprints=4))
     with pytest.raises(BadValueError, match="2 entries for the 3 choices of head 'action0'"):
         FactoredRecurrentActorCritic(discrete_table((3,)), vector_layout(2), NetworkConfig(first_bias=(0.0, 1.0)))
