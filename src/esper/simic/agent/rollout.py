@@ -165,6 +165,11 @@ class TamiyoRolloutBuffer:
         """(n_envs, capacity) bool: cells that hold a step."""
         return torch.arange(self.capacity, device=self.device) < self.lengths.unsqueeze(1)
 
+    @property
+    def cell_tasks(self) -> Tensor:
+        """(n_envs × capacity,): the task of each cell."""
+        return self.tasks.repeat_interleave(self.capacity)
+
     def sequences(self) -> "Sequences":
         """Where rows are cut. Host sync: one, for `ends`."""
         ends = self.ends.cpu().numpy()
