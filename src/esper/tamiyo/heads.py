@@ -169,11 +169,6 @@ class ActionTable:
         columns = [(True,) * self.heads[0].size if head.matters is None else head.matters for head in self.heads]
         return torch.tensor(columns).T.contiguous()
 
-    @cached_property
-    def everything_matters(self) -> bool:
-        """Whether every choice of the first head uses all heads."""
-        return bool(self.relevance.all())
-
     def open_masks(self, n: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Masks for n envs that allow everything."""
         return {

@@ -72,8 +72,8 @@ class Stretches(NamedTuple):
 
     blocks: tuple[tuple[int, int], ...]
     """(sequences, time) of each"""
-    index: Tensor | None
-    """(steps,): index of each step in the blocks; None: the blocks have no padding."""
+    positions: Tensor | None
+    """(steps,): position of each step in the blocks; None: the blocks have no padding."""
 
 
 class Encoded(NamedTuple):
@@ -189,7 +189,8 @@ class FactoredRecurrentActorCritic(nn.Module):
             else:
                 weight.zero_()
         hidden = self.config.hidden
-        self.lstm.bias_ih_l0[hidden : 2 * hidden] = FORGET_BIAS  # torch's order of gates: input, forget, cell, output
+        # torch's order of gates: input, forget, cell, output
+        self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden] = FORGET_BIAS
         first = self.heads[self.table.heads[0].name]
         if self.config.first_bias:
             assert isinstance(first, nn.Linear)
@@ -227,16 +228,16 @@ class FactoredRecurrentActorCritic(nn.Module):
             core: Tensor = hidden.squeeze(0)
             return core
         sizes = [size * time for size, time in stretches.blocks]
-        if stretches.index is not None:
-            trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.index, trunk)
+        if stretches.positions is not None:
+            trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.positions, trunk)
         state, parts = (hidden_state[0].unsqueeze(0), hidden_state[1].unsqueeze(0)), []
         for (size, time), block in zip(stretches.blocks, trunk.split(sizes), strict=True):
             state = state[0][:, :size].contiguous(), state[1][:, :size].contiguous()
             hidden, state = self.lstm(block.view(time, size, -1), state)
             parts.append(hidden.flatten(0, 1))
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
-        # Not core[index]: its gradient is scattered one number at a time.
-        return core if stretches.index is None else core.index_select(0, stretches.index)
+        # Not core[positions]: its gradient is scattered one number at a time.
+        return core if stretches.positions is None else core.index_select(0, stretches.positions)
 
     # -- from core to action and value --------------------------------------------------------------------------------
 
@@ -281,8 +282,7 @@ class FactoredRecurrentActorCritic(nn.Module):
                 choice = distribution.mode() if uniform is None else distribution.sample(uniform[:, index])
                 choice = choice if matters is None else choice.where(matters, head.placeholder)
             chosen[head.name] = choice
-            if index == 0 and not self.table.everything_matters:
-                used = self.relevance[choice]
+            used = self.relevance[choice] if used is None else used
             log_prob = distribution.log_prob(choice)
             log_prob = log_prob if matters is None else log_prob.where(matters, 0.0)
             entropy, spread = (distribution.entropy(), distribution.spread()) if measured else (zeros, zeros)
@@ -291,9 +291,9 @@ class FactoredRecurrentActorCritic(nn.Module):
             if index + 1 < len(self.table):
                 # Added before the ReLU, so that later heads can read the state in the light of the choice.
                 state = state + self._embed_choice(head, choice, encoded)
-        columns_by_kind = [torch.stack(column, -1) for column in zip(*columns, strict=True)]
-        causal = torch.ones_like(columns_by_kind[0], dtype=torch.bool) if used is None else used
-        return Decision(*columns_by_kind, causal)
+        assert used is not None, "a table has at least one head"
+        drawn, log_probs, entropies, counts, spreads = (torch.stack(parts, -1) for parts in zip(*columns, strict=True))
+        return Decision(drawn, log_probs, entropies, counts, spreads, used)
 
     def _score(self, head: ActionHead, state: Tensor, encoded: Encoded, slot: Tensor | None) -> Tensor:
         """Logits (n, size) of a head."""

@@ -42,5 +42,5 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _begin(self, weight: Tensor) -> dict[str, Tensor]:
         zeros = (torch.zeros((), device=weight.device), torch.zeros_like(weight), torch.zeros_like(weight))
-        self.state[weight] = dict(zip(("step", "exp_avg", "exp_avg_sq"), zeros, strict=True))
-        return self.state[weight]
+        state = self.state[weight] = dict(zip(("step", "exp_avg", "exp_avg_sq"), zeros, strict=True))
+        return state

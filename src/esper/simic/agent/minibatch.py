@@ -86,7 +86,9 @@ class PreparedRound(NamedTuple):
         return Minibatch(
             batch,
             *gather_inputs(self.buffer, batch),
-            *(tensor[cells] for tensor in (reference.log_probs, reference.decided, reference.values)),
+            reference.log_probs[cells],
+            reference.decided[cells],
+            reference.values[cells],
             torch.stack([advantages[cells] for advantages in self.advantages.by_head], -1),
             self.targets[cells],
             self.weights[cells],

@@ -115,7 +115,6 @@ class PPOAgent:
         self.compile_mode: CompileMode = mode
         self._encode, self._decide = self.network.encode, self.network.decide
         if mode != "off":
-            _ = self.table.everything_matters  # cached now: computing it inside would break the graph
             self._encode = torch.compile(self.network.encode, mode=mode, dynamic=True)
             self._decide = torch.compile(self.network.decide, mode=mode, dynamic=True)
 
@@ -209,7 +208,7 @@ class PPOAgent:
             group["lr"] = config.rate_at(progress)
         # What has no weight in the loss is measured in the first epoch only.
         regularised = config.entropy_at(progress) > 0 or config.logit_penalty > 0
-        halted = ~reference.accepted  # on the device: from here on, no step is taken
+        halted = ~reference.accepted  # on the device; once set, no step is taken
         records: list[MinibatchRecord] = []
         pieces: list[Minibatch] = []
         for epoch in range(config.epochs):
