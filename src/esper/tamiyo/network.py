@@ -140,11 +140,11 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.critic_out = nn.Linear(config.head, 1)
         self.heads = nn.ModuleDict({head.name: self._make_head(head) for head in table.heads})
         # Later heads see the choices of earlier ones through these.
-        self.told = nn.ModuleDict(
+        self.choice_embeddings = nn.ModuleDict(
             {head.name: nn.Embedding(head.size, config.head) for head in table.heads[:-1] if head.kind == "linear"}
         )
         if any(head.kind == "pointer" for head in table.heads[:-1]):
-            self.slot_told = nn.Linear(width, config.head, bias=False)
+            self.slot_projection = nn.Linear(width, config.head, bias=False)
         # On the device from the start: copying it in each decision would be a sync.
         self.relevance: Tensor
         self.register_buffer("relevance", table.relevance, persistent=False)
@@ -311,10 +311,12 @@ class FactoredRecurrentActorCritic(nn.Module):
     def _embed_choice(self, head: ActionHead, choice: Tensor, encoded: Encoded) -> Tensor:
         """The embedding of a choice (n, head width) that later heads see."""
         layer = self.heads[head.name]
-        if head.kind == "pointer":
-            embedding: Tensor = self.slot_told(pick(encoded.slots, choice))
-        else:
-            embedding = layer.names.weight[choice] if isinstance(layer, _OfferHead) else self.told[head.name](choice)
+        if isinstance(layer, _OfferHead):
+            return layer.names.weight[choice]
+        pointer = head.kind == "pointer"
+        embedding: Tensor = (
+            self.slot_projection(pick(encoded.slots, choice)) if pointer else self.choice_embeddings[head.name](choice)
+        )
         return embedding
 
 

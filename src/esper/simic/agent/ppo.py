@@ -164,17 +164,19 @@ class PPOAgent:
         return decision, values, hidden_state
 
     def _explain(self, observations: Tensor, decision: Decision) -> None:
-        if not bool(observations.isfinite().all()):
-            env, column = (~observations.isfinite()).nonzero()[0].tolist()
+        """Raise an error that names the cause."""
+        if len(bad := (~observations.isfinite()).nonzero()):
+            env, column = bad[0].tolist()
             name = self.layout.column_names[int(self.layout.columns()[column])]
             raise NotFiniteError(
                 f"column {column} ({name}) of the observation of env {env} is {float(observations[env, column])}; "
                 "fix the environment"
             )
-        if bool((decision.choices == 0).any()):
-            env, head = (decision.choices == 0).nonzero()[0].tolist()
-            name = self.table.names[head]
-            raise EmptyMaskError(f"the mask of head {name!r} allows env {env} nothing; allow at least one choice")
+        if len(empty := (decision.choices == 0).nonzero()):
+            env, head = empty[0].tolist()
+            raise EmptyMaskError(
+                f"the mask of head {self.table.names[head]!r} allows env {env} nothing; allow at least one choice"
+            )
         raise NotFiniteError("the policy's output is not finite: its weights are damaged; return to a checkpoint")
 
     def values_of(self, values: Tensor, tasks: Tensor) -> Tensor:
