@@ -25,7 +25,7 @@ import torch
 from harness import RESULTS, Json, print_table, write_result
 
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, ppo
-from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent.metrics import MinibatchRecord
 from esper.simic.agent.minibatch import PreparedRound
 from esper.simic.telemetry import Spans
 from esper.simic.training import collect
@@ -39,10 +39,10 @@ TAIL = 0.025
 """Of the distribution, beyond each end of an interval."""
 
 
-def needed(lesson: PreparedRound, record: UpdateRecord, agent: PPOAgent) -> PPOUpdateMetrics:
+def needed(prepared: PreparedRound, records: list[MinibatchRecord], epochs: int, agent: PPOAgent) -> PPOUpdateMetrics:
     """What an agent has to know of its own update, and nothing for people."""
-    rows = [torch.stack([row["norm"], row["halted"].to(row["norm"])]) for row in record.minibatches]
-    gap, *numbers = torch.cat([lesson.reference.gap.view(1), *rows]).tolist()
+    rows = [torch.stack([row.figures["norm"], row.figures["halted"].to(row.figures["norm"])]) for row in records]
+    gap, *numbers = torch.cat([prepared.reference.gap.view(1), *rows]).tolist()
     norms, halted = numbers[::2], numbers[1::2]
     figures: dict[str, Any] = {each.name: 0 for each in fields(PPOUpdateMetrics)}  # Any: of the field's type
     figures |= {"heads": {}, "behaviour_gap": gap}

@@ -15,7 +15,7 @@ from esper.cli.train import TrainCommand
 from esper.kasmina.slot import Isolation
 from esper.leyline import BLEND_STYLES, UnknownNameError, head_preset
 from esper.simic.agent import PPOAgent, losses
-from esper.simic.agent.advantages import compute_per_head_advantages
+from esper.simic.agent.losses import compute_per_head_advantages
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.collect import RoundCollector, RoundRecord
 from esper.simic.training.config import TrainConfig, growth_ppo

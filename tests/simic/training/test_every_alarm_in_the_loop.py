@@ -109,14 +109,14 @@ def learn_too_fast(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 def touch_in_mid_update(agent: PPOAgent, amount: float) -> None:
     """After the first minibatch that is learnt from, something else than the optimiser makes WAIT likelier."""
-    step, steps = agent._step, count()
+    step, steps = agent.optimizer.step, count()
 
-    def then_touch(halted: Tensor, finite: Tensor) -> None:
-        step(halted, finite)
+    def then_touch(closure: None = None) -> None:
+        step()
         if next(steps) == 0:
             shift(op_bias(agent)[WAIT], amount)
 
-    agent._step = then_touch  # type: ignore[method-assign]
+    agent.optimizer.step = then_touch  # type: ignore[method-assign]
 
 
 def jump(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, save_agent
+from esper.simic.agent.policy import LearnedPolicy, load_policy
 from esper.simic.evaluation.unseen import run_policy
 from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner, IllegalActionError, apply_action
 from esper.simic.training.hosts import PURPOSES, Groups, host_seed, purpose_of
-from esper.simic.training.learned import LearnedPolicy, load_policy
 from esper.simic.training.run_folder import TelemetryState
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig

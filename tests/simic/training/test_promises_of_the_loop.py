@@ -13,13 +13,13 @@ from torch import Tensor
 from esper.kasmina import CNNHost
 from esper.leyline import head_preset
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics
+from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.unseen import SideBySide, run_policy
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups
-from esper.simic.training.learned import LearnedPolicy
 from esper.tamiyo.heads import Masks
 from esper.tamiyo.network import HiddenState
 from esper.tamiyo.policy import PolicyView

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from esper.leyline import BadValueError, UnknownNameError
+from esper.simic.agent.policy import load_policy
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.learned import load_policy
 from esper.simic.training.run_folder import RunFolder, checkpoints_of, read_config
 from esper.tamiyo import ActionTable, Policy, growth_layout
 from esper.tamiyo.policies import (

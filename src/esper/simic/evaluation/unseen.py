@@ -10,12 +10,12 @@ from torch import Tensor
 
 from esper.kasmina.slot import Isolation
 from esper.leyline import OTHER_RHOS, RHO, BadValueError, HeadPreset, SeedStage, objective
+from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.costs import CostMeter, Structure
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.training.collect import action_draws
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, Purpose, growth_fleet, host_seed
-from esper.simic.training.learned import LearnedPolicy
 from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
 from esper.tolaria import HostFleet, Task

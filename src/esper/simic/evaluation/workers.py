@@ -17,13 +17,13 @@ from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError, EsperError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
+from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.arena import divide
 from esper.simic.evaluation.policies import RULES, check_same_recipe, make_policies
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.evaluation.unseen import AT_ONCE, MOST_POLICIES, EvaluationHosts, Trajectory
 from esper.simic.evaluation.yardsticks import retrain, run_oracle, train_static
 from esper.simic.training.hosts import check_device
-from esper.simic.training.learned import LearnedPolicy
 from esper.tamiyo import Policy, growth_table
 from esper.tolaria import Task, get_task
 

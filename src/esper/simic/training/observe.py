@@ -1,6 +1,7 @@
 """What a controller sees of a fleet."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -11,17 +12,10 @@ from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
 from esper.leyline import LIVE_STAGES, SeedStage, SlotSpec
 from esper.simic.training.hosts import Groups
-from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
+from esper.tamiyo.features import SLOT_COLUMNS
+from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, TrainingSignals
 from esper.tolaria import HostFleet
 from esper.tolaria.measurement import FleetComparison, Sensing
-
-_FIELDS = (
-    *("stage", "blueprint", "alpha", "alpha_target", "ramping", "steps_in_stage", "age", "cooldown", "tried"),
-    *("can_advance", "can_fossilize", "can_prune", "can_retarget"),
-    *("audition", "audition_error", "audition_valid", "audition_loss"),
-    *("contribution", "contribution_error", "contribution_valid", "contribution_loss"),
-    *("gradient", "gradient_valid", "best", "best_valid"),
-)
 
 
 class Observer:
@@ -92,42 +86,23 @@ class Observer:
 
     def slots(self, found: FleetComparison, sensing: Sensing) -> SlotView:
         """Current slots of all grown envs."""
-        n, device = self.groups.grown, self.fleet.device
-        table = {name: np.zeros((n, len(self.fleet.slots))) for name in _FIELDS}
+        grown_of = self.groups.grown_of
+        measured = {
+            "width": self._width,
+            "depth": self._depth,
+            "rms": grown_of(sensing.rms),
+            "rank": grown_of(sensing.rank),
+            "gradient": grown_of(sensing.gradient),
+        }
+        described = [column for column in SLOT_COLUMNS if column.name not in measured]
+        numbers = np.zeros((len(described), self.groups.grown, len(self.fleet.slots)))
         for row, env in enumerate(self.groups.envs):
-            for column, (slot_id, state) in enumerate(self.fleet.states[env].items()):
-                for name, number in self._describe(state, found, env, slot_id, row, column).items():
-                    table[name][row, column] = number
-        tensors = torch.from_numpy(np.stack([table[name] for name in _FIELDS])).float().to(device)
-        value: dict[str, Tensor] = dict(zip(_FIELDS, tensors, strict=True))
-        flag = {name: value[name] > 0 for name in _FIELDS}
-        none = torch.zeros_like(value["alpha"])
-        return SlotView(
-            width=self._width,
-            depth=self._depth,
-            rms=self.groups.grown_of(sensing.rms),
-            rank=self.groups.grown_of(sensing.rank),
-            gradient=self.groups.grown_of(sensing.gradient),
-            stage=value["stage"].long(),
-            blueprint=value["blueprint"].long(),
-            alpha=value["alpha"],
-            alpha_target=value["alpha_target"],
-            ramping=flag["ramping"],
-            steps_in_stage=value["steps_in_stage"],
-            age=value["age"],
-            cooldown=value["cooldown"],
-            can_advance=flag["can_advance"],
-            can_fossilize=flag["can_fossilize"],
-            can_prune=flag["can_prune"],
-            can_retarget=flag["can_retarget"],
-            audition=Measured(value["audition"], value["audition_error"], flag["audition_valid"]),
-            audition_loss=value["audition_loss"],
-            contribution=Measured(value["contribution"], value["contribution_error"], flag["contribution_valid"]),
-            contribution_loss=value["contribution_loss"],
-            seed_gradient=Measured(value["gradient"], none, flag["gradient_valid"]),
-            tried=value["tried"],
-            best=Measured(value["best"], none, flag["best_valid"]),
-        )
+            for index, (slot_id, state) in enumerate(self.fleet.states[env].items()):
+                values = self._describe(state, found, env, slot_id, row, index)
+                numbers[:, row, index] = [values.get(column.name, 0.0) for column in described]
+        tensors = torch.from_numpy(numbers).float().to(self.fleet.device)
+        rest = {column.name: tensor.to(column.dtype) for column, tensor in zip(described, tensors, strict=True)}
+        return SlotView.from_columns(measured | rest)
 
     def _describe(
         self, state: SeedState, found: FleetComparison, env: int, slot_id: str, row: int, column: int
@@ -135,14 +110,8 @@ class Observer:
         """One slot as numbers."""
         config, live = self.fleet.config, state.stage in LIVE_STAGES
         described: dict[str, float] = {
-            "stage": int(state.stage),
+            **{column.name: attrgetter(column.seed)(state) for column in SLOT_COLUMNS if column.seed is not None},
             "blueprint": self.names.index(state.blueprint) if state.blueprint is not None else -1,
-            "alpha": state.alpha,
-            "alpha_target": state.controller.target,
-            "ramping": state.ramping,
-            "steps_in_stage": state.steps_in_stage,
-            "age": state.age,
-            "cooldown": state.cooldown,
             "can_advance": state.stage is SeedStage.TRAINING and _passes(state, SeedStage.BLENDING, self.fleet),
             "can_fossilize": state.stage is SeedStage.HOLDING and _passes(state, SeedStage.FOSSILIZED, self.fleet),
             "can_prune": live
@@ -150,7 +119,6 @@ class Observer:
             and not state.ramping
             and not (state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age),
             "can_retarget": state.stage is SeedStage.HOLDING,
-            "tried": state.germinations,
         }
         if (audition := state.audition) is not None:
             described |= {"audition": audition.value, "audition_error": audition.error, "audition_valid": 1}
@@ -163,7 +131,7 @@ class Observer:
         if (env, slot_id) in found.contributions:
             described["contribution_loss"] = found.contributions[env, slot_id].loss.value
         if live and state.gradient_norm is not None and np.isfinite(state.gradient_norm):
-            described |= {"gradient": state.gradient_norm, "gradient_valid": 1}
+            described |= {"seed_gradient": state.gradient_norm, "seed_gradient_valid": 1}
         if not np.isnan(self._best[row, column]):
             described |= {"best": self._best[row, column], "best_valid": 1}
         return described

@@ -12,7 +12,7 @@ from esper.simic.tuning.search import FIRST_HOSTS, FIRST_SHARE, Search
 from esper.tamiyo import ActionTable, Policy
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan, PlannedSeed, SchedulePolicy
 from esper.tamiyo.policies.heuristic import OFFER_CHOICES, HeuristicState
-from esper.tamiyo.policies.schedule import MAX_SEEDS
+from esper.tamiyo.policies.open_loop import MAX_SEEDS
 from esper.tamiyo.policy import PolicyView
 from esper.tolaria import Task
 
