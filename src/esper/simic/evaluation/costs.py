@@ -59,6 +59,7 @@ class CostMeter:
     def __init__(self, fleet: HostFleet, *, final: bool = False, plain: Task | None = None) -> None:
         """`final`: hardened hosts are scored on test images. `plain` has the host whose training is the unit, if it is
         not the fleet's own."""
+        self._fleet = fleet
         task, batches = fleet.task, fleet.batches
         calibration = batches.calibration(task.calibration_size)
         self._batch, self._calibration = task.batch, len(calibration)
@@ -77,11 +78,16 @@ class CostMeter:
         self._seeds = np.array([[_seed_work(slot, name) for name in names] for slot in fleet.slots.values()])
         plain_host = self._host if plain is None else float(_segment_work(plain.build_host(), inputs).sum())
         self._unit = _FULL * plain_host * task.steps * self._minibatches * self._batch
-        self.begin(0)
+        self.begin(())
 
-    def begin(self, n: int) -> None:
-        """An episode of so many envs."""
-        self._parts = {name: np.zeros(n) for name in PASSES}
+    def begin(self, envs: Sequence[int]) -> None:
+        """Start counting an episode of these envs."""
+        self._envs, self._parts = envs, {name: np.zeros(len(envs)) for name in PASSES}
+
+    def structure(self) -> Structure:
+        """The structure of the envs as it is now."""
+        states = [self._fleet.states[env] for env in self._envs]
+        return Structure.of_states(states, self._fleet.task.slot_config.blueprint_names)
 
     def train(self, structure: Structure) -> None:
         """A step of minibatches: main rows, and a shadow row per seed in TRAINING; trained straight through the main
