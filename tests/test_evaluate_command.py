@@ -11,7 +11,7 @@ from rich.table import Table
 from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import evaluate, main
-from esper.cli.evaluate import kind_table, policy_table, tell_difference
+from esper.cli.evaluate import claim_line, kind_table, policy_table
 from esper.simic.evaluation.comparison import KindSummary, TaskComparison
 from esper.simic.evaluation.policies import short_name, short_names
 from esper.simic.evaluation.results import Result
@@ -164,7 +164,7 @@ def test_no_name_is_cut_at_80_columns(capsys: pytest.CaptureFixture[str]) -> Non
 def test_differences_have_short_names() -> None:
     comparison = found()
     names = short_names(comparison.policies)
-    told = [tell_difference(one, names) for one in comparison.compared]
+    told = [claim_line(one, names) for one in comparison.claims]
     assert any(line.startswith("blind (5 seeds) − random-commit: ") for line in told)
     assert any(line.startswith("blind (5 seeds) − runs/somewhere/first: ") for line in told)
     assert not any("blind0" in line for line in told)

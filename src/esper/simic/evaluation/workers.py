@@ -127,9 +127,12 @@ RunJobs = Callable[[Sequence[Job]], Iterable[tuple[Job, list[Result]]]]
 """Runs jobs and yields their results as they are done, in any order."""
 
 
-def run_here(jobs: Sequence[Job]) -> Iterable[tuple[Job, list[Result]]]:
+def run_here(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Result]]]:
     """Run jobs one after the other in this process."""
-    return zip(jobs, map(run_job, jobs), strict=True)
+    try:
+        yield from zip(jobs, map(run_job, jobs), strict=True)
+    finally:
+        open_arena.cache_clear()
 
 
 @contextmanager
@@ -140,10 +143,7 @@ def job_runner(workers: int) -> Iterator[RunJobs]:
     """
     require_whole("workers", workers, 1)
     if workers == 1:
-        try:
-            yield run_here
-        finally:
-            open_arena.cache_clear()
+        yield run_here
         return
     with worker_pool(workers) as pool:
 

@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.tuning import workers as tuning_workers
-from esper.simic.tuning.candidates import one_seed_plans
-from esper.simic.tuning.tune import tune
-from esper.simic.tuning.workers import Place, SharedTrials, shares
-from esper.tamiyo.policies import Plan
+from esper.simic.evaluation.yardsticks import one_seed_plans
+from esper.simic.tuning.tune import TuningGround, open_arena, share_candidates, shares, try_candidates, tune
 
 
-def place_at(task: str) -> Place:
+def ground(task: str) -> TuningGround:
     """Where plans are tried."""
-    return Place(task, "schedule", "core", 1, 2.0, "cpu", None)
+    return TuningGround(task, "schedule", "core", 1)
 
 
 class Here(ProcessPoolExecutor):
@@ -38,10 +35,9 @@ class Here(ProcessPoolExecutor):
 
 
 @pytest.fixture(autouse=True)
-def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process remembers is its own."""
-    monkeypatch.setattr(tuning_workers, "_trials", None)
-    monkeypatch.setattr(tuning_workers, "_place", None)
+def no_arena() -> None:
+    """Every test opens its own fleets."""
+    open_arena.cache_clear()
 
 
 @given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 20))
@@ -70,10 +66,9 @@ def test_shared_trials_are_the_same_trials() -> None:
     def advance(amount: int, words: str = "") -> None:
         counted.append(amount)
 
-    tuning_workers._begin(place_at(NAME))
     plans, hosts = one_seed_plans(tiny_task())[:5], [2, 3, 7]
-    shared = SharedTrials[Plan](Here(), 4, advance)(plans, hosts)
-    whole = place_at(NAME).open(advance)(plans, hosts)
+    shared = share_candidates(Here(), 4, advance, ground(NAME), plans, hosts)
+    whole = try_candidates(ground(NAME), plans, hosts, advance)
     assert [value for row in shared for value in row] == pytest.approx(
         [value for row in whole for value in row], abs=1e-5
     )
@@ -82,9 +77,8 @@ def test_shared_trials_are_the_same_trials() -> None:
 
 def test_errors_come_back() -> None:
     """With what they say."""
-    tuning_workers._begin(place_at("nonsense"))
     with pytest.raises(BadValueError, match="unknown task 'nonsense'"):
-        SharedTrials[str](Here(), 2, lambda amount, words="": None)(["plan"], [0])
+        share_candidates(Here(), 2, lambda amount, words="": None, ground("nonsense"), ["plan"], [0])
 
 
 def test_no_workers_are_no_search() -> None:
