@@ -19,7 +19,7 @@ from esper.leyline.progress import progress_bar
 from esper.simic.evaluation.comparison import TaskComparison, kinds_of_hosts
 from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec, is_learned
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.workers import job_runner, run_contenders
+from esper.simic.evaluation.workers import run_contenders, run_with
 from esper.storage.files import replace_file
 
 Content = dict[str, Any]  # Any: what JSON holds
@@ -64,9 +64,9 @@ def run_controls(found: Content, controls: list[str], config: EvaluationConfig, 
     everyone = [one for group in wanted.values() for one in group]
     with (
         progress_bar("evaluating", len(everyone) * config.hosts) as advance,
-        job_runner(workers) as run_jobs,
+        run_with(workers) as run_all,
     ):
-        done = iter(run_contenders(everyone, run_jobs, advance))
+        done = iter(run_contenders(everyone, run_all, advance))
     results = {name: [next(done) for _ in group] for name, group in wanted.items()}
     kinds = kinds_of_hosts(config, results)
     compared = TaskComparison(config.task, config.hosts, config.seed, config.final, results, [], {}, kinds)

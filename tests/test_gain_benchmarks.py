@@ -62,8 +62,8 @@ def test_gain_lasts_on_test_images_is_signed(
     assert json.loads(Path(f"out/gain_lasts_{QUICK}.json").read_text())["warnings"] == []
     printed = run_here("gain_lasts", "--policies", "b", "--final", *arguments)
     warned = json.loads(Path(f"out/gain_lasts_{QUICK}.json").read_text())["warnings"]
-    assert warned[0].startswith("b has 1 of its 2 rounds behind it")
-    assert warned[1].startswith("b began with the controller of a, which has been in a final evaluation once")
+    assert warned[0].startswith("b has completed 1 of its 2 rounds")
+    assert warned[1].startswith("b started from the controller of a, which has been in a final evaluation once")
     assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [f"warning: {w}" for w in warned]
     with pytest.raises(BadValueError, match="one folder"):
         run_here("gain_lasts", "--policies", "a+a", "--final", *arguments)

@@ -13,16 +13,16 @@ import torch
 from esper.cli import main
 from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, EsperError, UnknownNameError
-from esper.simic.evaluation import workers, yardsticks
+from esper.simic.evaluation import arena as arenas
+from esper.simic.evaluation import workers
 from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparisons
 from esper.simic.evaluation.final_log import sign_final
 from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.workers import host_seeds, make_jobs, run_contenders, run_in_worker
-from esper.simic.evaluation.yardsticks import BestPlan
+from esper.simic.evaluation.workers import call_in_worker, host_seeds, make_jobs, run_contenders, run_job
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
-from esper.tamiyo.policies import Plan, PlannedSeed
+from esper.tamiyo.policies import Plan
 from esper.tolaria import TaskRegistry, get_task
 
 NAME, VARIED = "blind_smallest", "varied_smallest"
@@ -143,12 +143,12 @@ def test_the_oracle_is_what_others_are_a_share_of(monkeypatch: pytest.MonkeyPatc
     """Its hosts are those of the evaluation; its numbers go through unchanged."""
     asked = []
 
-    def oracle(arena: object, seeds: list[int]) -> list[BestPlan]:
+    def oracle(arena: object, seeds: list[int]) -> tuple[Result, list[Plan]]:
         asked.append(list(seeds))
-        best = BestPlan(Plan((PlannedSeed("r1c0", "depthwise", 0),)), 44.0, 40.0, 390, 9.0)
-        return [best, replace(best, accuracy=40.0, added_params=0)]
+        fossils = [[Fossil("r1c0", "depthwise")], []]
+        return Result.scored(390, [44.0, 40.0], [40.0, 40.0], [390, 0], fossils), [Plan(), Plan()]
 
-    monkeypatch.setattr(yardsticks, "best_plans", oracle)
+    monkeypatch.setattr(workers, "run_oracle", oracle)
     found = compare(["random-commit", "oracle"]).tasks[NAME]
     assert asked == [host_seeds(EvaluationConfig(NAME, 2, 7))]
     (result,) = found.policies["oracle"]
@@ -261,7 +261,7 @@ def test_signed_before_anything_runs(runs: str, monkeypatch: pytest.MonkeyPatch)
     def stop(*_: object, **__: object) -> None:
         raise EsperError("test images are about to be read")
 
-    monkeypatch.setattr(workers, "Arena", stop)
+    monkeypatch.setattr(arenas, "Arena", stop)
     with pytest.raises(EsperError, match="about to be read"):
         compare([runs], final=True)
     assert len(signatures("a")) == 1
@@ -290,11 +290,11 @@ def test_a_job_travels(runs: str) -> None:
     config = EvaluationConfig(NAME, 2, 7)
     contenders = [contender(config, "a"), contender(config, "random-commit")]
     sent = [pickle.loads(pickle.dumps(job)) for job in make_jobs(dict(enumerate(contenders)))]
-    (there,) = [pickle.loads(pickle.dumps(run_in_worker(job))) for job in sent]
+    (there,) = [pickle.loads(pickle.dumps(call_in_worker(run_job, job))) for job in sent]
     assert there == run_contenders(contenders)
     (job,) = make_jobs({0: contender(config, "nonsense")})
-    with pytest.raises(BadValueError, match="nonsense: unknown policy"):
-        run_in_worker(job)
+    with pytest.raises(BadValueError, match="unknown policy 'nonsense'"):
+        call_in_worker(run_job, job)
 
 
 def test_policies_side_by_side_find_what_each_finds_alone(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:

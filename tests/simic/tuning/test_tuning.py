@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from simic.training.tiny import NAME, make_runner, tiny_task
+from torch import Tensor
 
 from esper.cli import main
 from esper.leyline import BadValueError, StorageError, UnknownNameError, derive_seed, head_preset
@@ -16,14 +18,23 @@ from esper.leyline.records import encode
 from esper.simic.evaluation import arena as arena_module
 from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer
 from esper.simic.evaluation.policies import make_policies
-from esper.simic.evaluation.yardsticks import extensions, one_seed_plans, plan_parameters, plan_policy
+from esper.simic.evaluation.workers import run_here
+from esper.simic.evaluation.yardsticks import extensions, one_seed_plans, plan_parameters
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import host_seed, purpose_of
 from esper.simic.tuning.search import Search, search_heuristic, search_schedule
-from esper.simic.tuning.tune import Tuned, TuningGround, open_arena, try_candidates, tune, write_tuned
+from esper.simic.tuning.tune import Trials, Tuned, tune, write_tuned
 from esper.storage import files
 from esper.tamiyo import Policy, growth_table
-from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan, PlannedSeed, SchedulePolicy, shipped
+from esper.tamiyo.policies import (
+    HeuristicConfig,
+    HeuristicTamiyo,
+    Plan,
+    PlannedSeed,
+    SchedulePolicy,
+    WaitPolicy,
+    shipped,
+)
 from esper.tolaria import HostFleet, Task, get_task
 
 DIGITS = get_task("digits_blind")
@@ -242,7 +253,6 @@ def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: p
     table = growth_table(head_preset("core"), task.slot_config)
     counted: list[int] = []
     monkeypatch.setattr(arena_module, "AT_ONCE", 8)
-    open_arena.cache_clear()
     hosts = [4, 5, 9]
     seeds = [host_seed("tuning", 1, number) for number in hosts]
     policies: list[Policy]
@@ -252,11 +262,11 @@ def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: p
 
     if kind == "schedule":
         plans = few_plans(task)
-        found = try_candidates(TuningGround(NAME, "schedule", "core", 1), plans, hosts, advance)
+        found = Trials(NAME, "schedule", "core", 1)(run_here, 1, advance, plans, hosts)
         policies = [SchedulePolicy(table, task.slot_config, plan) for plan in plans]
     else:
         configs = few_configs()
-        found = try_candidates(TuningGround(NAME, "heuristic", "core", 1), configs, hosts, advance)
+        found = Trials(NAME, "heuristic", "core", 1)(run_here, 1, advance, configs, hosts)
         policies = [HeuristicTamiyo(table, task.slot_config, config) for config in configs]
     assert len({value for row in found for value in row}) > len(policies), "they do different things"
     runner = make_runner(3, 1)
@@ -276,12 +286,20 @@ def test_fleets_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostFleet, "__init__", note)
     monkeypatch.setattr(arena_module, "play_episode", lambda runner, act, on_step: None)
-    monkeypatch.setattr(EpisodeRunner, "begin", lambda self, seeds: None)
-    arena = Arena(tiny_task(), head_preset("core"))
+    monkeypatch.setattr(EpisodeRunner, "begin", lambda self, seeds: setattr(self, "seeds", seeds))
+    arena, running = Arena(tiny_task(), head_preset("core")), list[Sequence[int]]()
+
+    def wait(runner: EpisodeRunner, candidates: Sequence[int]) -> Policy:
+        running[:] = [candidates]
+        return WaitPolicy(runner.table)
+
+    def pairs(runner: EpisodeRunner, _: object) -> Tensor:
+        seeds: list[int] = runner.seeds  # type: ignore[attr-defined]  # noted above
+        return torch.tensor([[seed, one] for seed in seeds for one in running[0]])
+
     for candidates, hosts in ((1, 1), (1, 70), (70, 1), (5, 23), (AT_ONCE - 1, 2), (AT_ONCE, 2), (130, 3)):
-        blocks = list(arena.run(plan_policy, [Plan()] * candidates, list(range(hosts))))
-        pairs = [(one, host) for block in blocks for one in block.candidates for host in block.hosts]
-        assert sorted(pairs) == [(one, host) for one in range(candidates) for host in range(hosts)]
+        table = arena.run(wait, range(candidates), range(hosts), pairs)
+        assert table.tolist() == [[[host, one] for one in range(candidates)] for host in range(hosts)]
     assert max(shapes) <= AT_ONCE
 
 

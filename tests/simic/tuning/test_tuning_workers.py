@@ -1,7 +1,9 @@
 """A search shared between processes."""
 
 import math
-from concurrent.futures import Future, ProcessPoolExecutor
+import pickle
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,34 +12,11 @@ from hypothesis import strategies as st
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
+from esper.simic.evaluation.workers import call_in_worker, run_here
 from esper.simic.evaluation.yardsticks import one_seed_plans
-from esper.simic.tuning.tune import TuningGround, open_arena, share_candidates, shares, try_candidates, tune
+from esper.simic.tuning.tune import Trials, shares, tune
 
-
-def ground(task: str) -> TuningGround:
-    """Where plans are tried."""
-    return TuningGround(task, "schedule", "core", 1)
-
-
-class Here(ProcessPoolExecutor):
-    """Work done at once, in this process; what went wrong is told when it is asked for."""
-
-    def __init__(self) -> None: ...
-
-    def submit(self, call: Any, /, *arguments: Any, **named: Any) -> Future[Any]:  # Any: as the original
-        """Done when it returns."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*arguments, **named))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-@pytest.fixture(autouse=True)
-def no_arena() -> None:
-    """Every test opens its own fleets."""
-    open_arena.cache_clear()
+TRIALS = Trials(NAME, "schedule", "core", 1)
 
 
 @given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 20))
@@ -67,8 +46,7 @@ def test_shared_trials_are_the_same_trials() -> None:
         counted.append(amount)
 
     plans, hosts = one_seed_plans(tiny_task())[:5], [2, 3, 7]
-    shared = share_candidates(Here(), 4, advance, ground(NAME), plans, hosts)
-    whole = try_candidates(ground(NAME), plans, hosts, advance)
+    shared, whole = (TRIALS(run_here, workers, advance, plans, hosts) for workers in (4, 1))
     assert [value for row in shared for value in row] == pytest.approx(
         [value for row in whole for value in row], abs=1e-5
     )
@@ -76,9 +54,11 @@ def test_shared_trials_are_the_same_trials() -> None:
 
 
 def test_errors_come_back() -> None:
-    """With what they say."""
-    with pytest.raises(BadValueError, match="unknown task 'nonsense'"):
-        share_candidates(Here(), 2, lambda amount, words="": None, ground("nonsense"), ["plan"], [0])
+    """With their message, whatever their type needs to be built."""
+    run_share = partial(replace(TRIALS, task="nonsense").run_share, ["plan"], [0], None)
+    with pytest.raises(BadValueError, match="unknown task 'nonsense'") as raised:
+        call_in_worker(run_share, (range(1), range(1)))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_no_workers_are_no_search() -> None:

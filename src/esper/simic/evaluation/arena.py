@@ -1,14 +1,16 @@
 """Episodes of policies, packed into fleets: a group is one host, its members are policies that share one control."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.slot import Isolation
-from esper.leyline import BadValueError, HeadPreset
+from esper.leyline import HeadPreset, head_preset
+from esper.leyline.progress import Advance
 from esper.simic.evaluation.costs import CostMeter, Structure
 from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
 from esper.simic.training.hosts import Groups, growth_fleet
@@ -22,9 +24,10 @@ AT_ONCE = 64
 
 Candidate = TypeVar("Candidate")
 Item = TypeVar("Item")
-Tree = TypeVar("Tree")
 MakePolicy = Callable[[EpisodeRunner, Sequence[Candidate]], Policy]
 """One policy for a fleet whose groups consist of these candidates."""
+Measure = Callable[[EpisodeRunner, StepResult], Tensor]
+"""Figures of every grown env (n, …) at the end of an episode."""
 
 
 class SideBySide:
@@ -32,8 +35,6 @@ class SideBySide:
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)
-        if any(policy.table != self.table for policy in policies):
-            raise BadValueError("policies side by side need the same heads")
 
     @property
     def table(self) -> ActionTable:
@@ -66,17 +67,13 @@ class SideBySide:
         return slice(index, None, len(self.policies))
 
 
-def _rows_of(tree: Tree, rows: slice) -> Tree:
+def _rows_of(tree: Any, rows: slice) -> Any:  # Any: one level at a time
     """The same tuples and mappings, with these rows of every tensor."""
-    part: Any = tree  # one level at a time
-    if isinstance(tree, Tensor):
-        part = tree[rows]
-    elif isinstance(tree, tuple):
-        part = type(tree)(*(_rows_of(inner, rows) for inner in tree))
-    elif isinstance(tree, Mapping):
-        part = {name: _rows_of(inner, rows) for name, inner in tree.items()}
-    same: Tree = part
-    return same
+    if isinstance(tree, tuple):
+        return type(tree)(*(_rows_of(part, rows) for part in tree))
+    if isinstance(tree, Mapping):
+        return {name: _rows_of(part, rows) for name, part in tree.items()}
+    return tree[rows] if isinstance(tree, Tensor) else tree
 
 
 class PolicyPlayer:
@@ -122,25 +119,6 @@ class PolicyPlayer:
             self.hidden_state = self.policy.forget(self.hidden_state, result.panics)
 
 
-class Block(NamedTuple):
-    """An episode of some candidates on some hosts, both given by index; envs are ordered host × candidate."""
-
-    candidates: range
-    hosts: range
-    runner: EpisodeRunner
-    result: StepResult
-    """Of the last step"""
-
-    def by_host(self, values: Tensor) -> Tensor:
-        """(grown envs,) → (hosts, candidates)."""
-        return values.view(self.runner.groups.count, -1)[: len(self.hosts), : len(self.candidates)]
-
-    @property
-    def rows(self) -> tuple[slice, slice]:
-        """Where the block stands in a table (hosts, candidates)."""
-        return slice(self.hosts.start, self.hosts.stop), slice(self.candidates.start, self.candidates.stop)
-
-
 class Arena:
     """Fleets for the episodes of one task: loads the data once, and keeps the last fleet."""
 
@@ -170,18 +148,43 @@ class Arena:
         return self._runner
 
     def run(
-        self, make_policy: MakePolicy[Candidate], candidates: Sequence[Candidate], seeds: Sequence[int]
-    ) -> Iterator[Block]:
-        """Run every candidate on every host, block by block, without random draws."""
+        self,
+        make_policy: MakePolicy[Candidate],
+        candidates: Sequence[Candidate],
+        seeds: Sequence[int],
+        measure: Measure,
+        advance: Advance | None = None,
+    ) -> Tensor:
+        """Measure every candidate on every host, without random draws: (hosts, candidates, …), float64."""
         candidate_parts = divide(len(candidates), AT_ONCE - 1)
         members = len(candidate_parts[0])
         host_parts = divide(len(seeds), AT_ONCE // (members + 1))
         runner = self.runner(groups := Groups(len(host_parts[0]), members))
+        columns = []
         for part in candidate_parts:
-            policy = make_policy(runner, fill([candidates[index] for index in part], members))
+            policy, blocks = make_policy(runner, fill([candidates[index] for index in part], members)), []
             for hosts in host_parts:
                 player = PolicyPlayer(runner, policy, fill([seeds[index] for index in hosts], groups.count))
-                yield Block(part, hosts, runner, play_episode(runner, player.act, player.on_step))
+                values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
+                blocks.append(values.unflatten(0, (groups.count, members))[: len(hosts), : len(part)])
+                if advance is not None:
+                    advance(len(hosts) * len(part))
+            columns.append(torch.cat(blocks))
+        return torch.cat(columns, 1)
+
+
+@lru_cache(maxsize=1)  # jobs are ordered by task, and a fleet serves job after job
+def open_arena(
+    task: Task,
+    preset: str,
+    *,
+    final: bool = False,
+    isolation: Isolation = "shadow",
+    device: str = "cpu",
+    data_dir: Path | None = None,
+) -> Arena:
+    """An arena that stays open until another one is needed."""
+    return Arena(task, head_preset(preset), final=final, isolation=isolation, device=device, data_dir=data_dir)
 
 
 def divide(count: int, most: int) -> list[range]:

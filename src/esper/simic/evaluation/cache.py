@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +31,19 @@ class ResultCache:
             raise BadValueError(f"{folder} cannot hold results: {error.strerror}; name another folder") from None
         self.folder = folder
 
+    def key(self, one: Contender) -> str:
+        """The key of a contender; equal keys mean equal results."""
+        task = get_task(one.config.task)
+        identity = {
+            "code": source_digest(),
+            "machine": encode(Machine.here()),
+            "config": encode(replace(one.config, data_dir=None)),
+            "data": data_digest(task.load_data(one.config.data_dir)),
+            "policy": [one.spec.text, one.greedy, encode(one.base)],
+            "files": [_digest(path.read_bytes()) for path in one.spec.files(task)],
+        }
+        return _digest(json.dumps(identity, sort_keys=True).encode())
+
     def read(self, key: str) -> dict[int, Result]:
         """Stored results of a contender, by host."""
         results: dict[int, Result] = {}
@@ -43,23 +55,6 @@ class ResultCache:
         """Store a contender's result on these hosts."""
         # Python's own JSON, because it can store infinity.
         replace_file(self.folder / f"{key}-{hosts.start}-{hosts.stop}.json", json.dumps(asdict(result)))
-
-
-def cache_keys(contenders: Sequence[Contender]) -> list[str]:
-    """One key per contender; equal keys mean equal results."""
-    return [_digest(json.dumps(_identity(one), sort_keys=True).encode()) for one in contenders]
-
-
-def _identity(one: Contender) -> dict[str, object]:
-    task = get_task(one.config.task)
-    return {
-        "code": source_digest(),
-        "machine": encode(Machine.here()),
-        "config": encode(replace(one.config, data_dir=None)),
-        "data": data_digest(task.load_data(one.config.data_dir)),
-        "policy": [one.spec.text, one.greedy, encode(one.base)],
-        "files": [_digest(path.read_bytes()) for path in one.spec.files(task)],
-    }
 
 
 @cache

@@ -25,7 +25,7 @@ from esper.simic.evaluation.policies import (
 )
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import MARGIN, Claim, Rows, compare_all, compare_rows
-from esper.simic.evaluation.workers import host_seeds, job_runner, run_contenders
+from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
 from esper.tolaria import Task, get_task
 from esper.tolaria.tasks import published_gains
 
@@ -254,12 +254,12 @@ def run_comparisons(
     entries += [Entry(each, spec, True) for each in configs for spec in policies if greedy and spec.learned]
     total = sum(len((entry.spec.base or entry.spec).members) for entry in entries) * config.hosts
     results: Results = {}
-    with progress_bar("evaluating", total, shown=progress) as advance, job_runner(workers) as run_jobs:
+    with progress_bar("evaluating", total, shown=progress) as advance, run_with(workers) as run_all:
         for controls in (False, True):  # controls start from the results of the others
             stage = [entry for entry in entries if (entry.spec.base is not None) == controls]
             contenders = {entry: _contenders(entry, results) for entry in stage}
             everyone = [one for group in contenders.values() for one in group]
-            done = iter(run_contenders(everyone, run_jobs, advance, cache))
+            done = iter(run_contenders(everyone, run_all, advance, cache))
             results |= {entry: [next(done) for _ in group] for entry, group in contenders.items()}
     compared = {each.task: _on_one_task(each, policies, results, margin, warnings) for each in configs}
     mean = compare_rows(_over_tasks(compared), margin) if len(tasks) > 1 else []

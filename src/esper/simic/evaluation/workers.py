@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from multiprocessing import get_context, parent_process
 from threading import Thread
+from typing import Any
 
 import torch
 
-from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
+from esper.leyline import BadValueError, EsperError, SeedStage
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
-from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer, SideBySide, divide, fill, hardened
-from esper.simic.evaluation.cache import ResultCache, cache_keys
+from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, hardened, open_arena
+from esper.simic.evaluation.cache import ResultCache
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.policies import ORACLE, Contender, EvaluationConfig, make_policy
 from esper.simic.evaluation.results import Fossil, Result
@@ -23,7 +23,11 @@ from esper.simic.evaluation.yardsticks import retrain, run_oracle, train_static
 from esper.simic.training.collect import action_draws
 from esper.simic.training.episode import play_episode
 from esper.simic.training.hosts import Groups, host_seed
-from esper.tolaria import HostFleet, get_task
+from esper.tolaria import get_task
+
+Call = Callable[[Any], Any]  # Any: items and results of any kind
+RunAll = Callable[[Call, Iterable[Any]], Iterable[tuple[Any, Any]]]
+"""Calls a function with every item; yields items with their results, in any order."""
 
 MOST_POLICIES = 15
 """Policies side by side; a fleet still holds four hosts."""
@@ -65,19 +69,6 @@ def _hosts_at_once(policies: int) -> int:
     return max(1, AT_ONCE // (policies + 1))
 
 
-@lru_cache(maxsize=1)  # jobs are ordered by task, and a fleet serves job after job
-def open_arena(config: EvaluationConfig) -> Arena:
-    """The fleets of an evaluation."""
-    return Arena(
-        get_task(config.task),
-        head_preset(config.preset),
-        final=config.final,
-        isolation=config.isolation,
-        device=config.device,
-        data_dir=config.data_dir,
-    )
-
-
 def host_seeds(config: EvaluationConfig) -> list[int]:
     """The hosts of an evaluation."""
     return [host_seed(config.purpose, config.seed, number) for number in range(config.hosts)]
@@ -91,9 +82,17 @@ def host_draws(config: EvaluationConfig, hosts: Iterable[int], steps: int, heads
 def run_job(job: Job) -> list[Result]:
     """Run a job: one result per contender, on the job's hosts."""
     first, width = job.contenders[0], len(job.contenders)
-    config, arena, chosen = first.config, open_arena(first.config), slice(job.hosts.start, job.hosts.stop)
+    config, chosen = first.config, slice(job.hosts.start, job.hosts.stop)
+    arena = open_arena(
+        get_task(config.task),
+        config.preset,
+        final=config.final,
+        isolation=config.isolation,
+        device=config.device,
+        data_dir=config.data_dir,
+    )
     if first.spec.kind == ORACLE:
-        return [run_oracle(arena, host_seeds(config)[chosen])]
+        return [run_oracle(arena, host_seeds(config)[chosen])[0]]
     if first.base is not None:
         control = retrain if first.spec.kind == "retrained" else train_static
         return [control(arena, host_seeds(config)[chosen], first.base.part(chosen))]
@@ -109,75 +108,33 @@ def run_job(job: Job) -> list[Result]:
     meter = CostMeter(fleet, final=config.final)
     player = PolicyPlayer(runner, SideBySide(policies), seeds, draws, meter)
     end = hardened(play_episode(runner, player.act, player.on_step))
-    fossils = [fossils_of(fleet, env) for env in runner.groups.envs]
+    fossils = [
+        [
+            Fossil(slot_id, str(state.blueprint), state.style, state.alpha)
+            for slot_id, state in fleet.states[env].items()
+            if state.stage is SeedStage.FOSSILIZED
+        ]
+        for env in runner.groups.envs
+    ]
     result = Result.scored(arena.task.host_parameters, *end, fossils, meter.cost())
     return [result.part(slice(index, width * len(job.hosts), width)) for index in range(width)]
 
 
-def fossils_of(fleet: HostFleet, env: int) -> list[Fossil]:
-    """The fossils of one env."""
-    return [
-        Fossil(slot_id, str(state.blueprint), state.style, state.alpha)
-        for slot_id, state in fleet.states[env].items()
-        if state.stage is SeedStage.FOSSILIZED
-    ]
-
-
-RunJobs = Callable[[Sequence[Job]], Iterable[tuple[Job, list[Result]]]]
-"""Runs jobs and yields their results as they are done, in any order."""
-
-
-def run_here(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Result]]]:
-    """Run jobs one after the other in this process."""
-    try:
-        yield from zip(jobs, map(run_job, jobs), strict=True)
-    finally:
-        open_arena.cache_clear()
-
-
-@contextmanager
-def job_runner(workers: int) -> Iterator[RunJobs]:
-    """Run jobs in this process, or in this number of processes; the results are the same.
-
-    Processes are spawned: they know the tasks that importing esper, or the main module, registers.
-    """
-    require_whole("workers", workers, 1)
-    if workers == 1:
-        yield run_here
-        return
-    with worker_pool(workers) as pool:
-
-        def run_there(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Result]]]:
-            futures = {pool.submit(run_in_worker, job): job for job in jobs}
-            return ((futures[future], future.result()) for future in as_completed(futures))  # raises the first error
-
-        yield run_there
-
-
-def run_in_worker(job: Job) -> list[Result]:
-    """Run a job in a worker process."""
-    try:
-        return run_job(job)
-    except EsperError as error:
-        # Errors with arguments of their own cannot be sent back.
-        raise BadValueError(f"{', '.join(one.spec.text for one in job.contenders)}: {error}") from None
-
-
 def run_contenders(
     contenders: Sequence[Contender],
-    run_jobs: RunJobs = run_here,
+    run_all: RunAll | None = None,
     advance: Advance | None = None,
     cache: ResultCache | None = None,
 ) -> list[Result]:
     """Run contenders on all their hosts, except for what the cache holds. `advance` counts hosts × contenders."""
-    keys = cache_keys(contenders) if cache is not None else []  # before they run: training may continue meanwhile
-    by_host = [cache.read(key) for key in keys] if cache is not None else [{} for _ in contenders]
+    keys = [cache.key(one) for one in contenders] if cache else []  # before they run: training may continue meanwhile
+    by_host = [cache.read(key) for key in keys] if cache else [{} for _ in contenders]
     left = {index: one for index, one in enumerate(contenders) if len(by_host[index]) < one.config.hosts}
     jobs = [job for job in make_jobs(left) if any(h not in by_host[index] for index in job.indices for h in job.hosts)]
     if advance is not None:
         work = sum(len(job.hosts) * len(job.indices) for job in jobs)
         advance(sum(one.config.hosts for one in contenders) - work)
-    for job, results in run_jobs(jobs):
+    for job, results in (run_all or run_here)(run_job, jobs):
         for index, result in zip(job.indices, results, strict=True):
             if cache is not None:
                 cache.write(keys[index], job.hosts, result)
@@ -185,6 +142,41 @@ def run_contenders(
         if advance is not None:
             advance(len(job.hosts) * len(job.indices), job.contenders[0].spec.text if len(job.indices) == 1 else "")
     return [Result.joined([hosts[host] for host in sorted(hosts)]) for hosts in by_host]
+
+
+def run_here(call: Call, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Call a function with one item after the other in this process."""
+    return ((item, call(item)) for item in items)
+
+
+@contextmanager
+def run_with(workers: int) -> Iterator[RunAll]:
+    """Run calls in this process, or in this number of processes; the results are the same.
+
+    Processes are spawned: they know the tasks that importing esper, or the main module, registers.
+    """
+    require_whole("workers", workers, 1)
+    if workers == 1:
+        try:
+            yield run_here
+        finally:
+            open_arena.cache_clear()
+        return
+    with worker_pool(workers) as pool:
+
+        def run_there(call: Call, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+            futures = {pool.submit(call_in_worker, call, item): item for item in items}
+            return ((futures[future], future.result()) for future in as_completed(futures))  # raises the first error
+
+        yield run_there
+
+
+def call_in_worker(call: Call, item: Any) -> Any:
+    """Call a function in a worker process."""
+    try:
+        return call(item)
+    except EsperError as error:
+        raise BadValueError(str(error)) from None  # errors with arguments of their own cannot be sent back
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Yardsticks of a policy: its architectures retrained, static hosts of equal size, and the oracle."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count as count_up
 from typing import Any
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from esper.kasmina import AlphaController, CNNHost, GPTHost, Host, SeedState
 from esper.leyline import BadValueError, SeedStage, objective
-from esper.simic.evaluation.arena import Arena, Block
+from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import growth_fleet
 from esper.simic.training.observe import accuracy_of
 from esper.tamiyo.policies import Plan, PlannedSeed, SchedulePolicy
@@ -156,58 +156,27 @@ def plan_policy(runner: EpisodeRunner, plans: Sequence[Plan]) -> SchedulePolicy:
     return SchedulePolicy(runner.table, runner.slots, [*plans] * runner.groups.count)
 
 
-@dataclass(frozen=True)
-class BestPlan:
-    """The best plan of one host; points and percent, on the scored images unless stated otherwise."""
-
-    plan: Plan
-    accuracy: float
-    control_accuracy: float
-    added_params: int
-    chosen_objective: float = 0.0
-    """On the choosing images; never below 0, the objective of waiting"""
-
-    @property
-    def fossils(self) -> list[Fossil]:
-        """The plan's seed, if it was committed."""
-        return [Fossil(seed.slot, seed.blueprint) for seed in self.plan.seeds if self.added_params]
-
-
-def run_oracle(arena: Arena, seeds: Sequence[int]) -> Result:
-    """The best plan of each host, with hindsight. It is a bound, so its search has no cost."""
-    best = best_plans(arena, seeds)
-    accuracy, control, added = ([getattr(host, name) for host in best] for name in _COLUMNS)
-    return Result.scored(arena.task.host_parameters, accuracy, control, added, [host.fossils for host in best])
+def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
+    """The best plan of each host, with hindsight, and its result. It is a bound, so its search has no cost."""
+    task, plans = arena.task, one_seed_plans(arena.task)
+    columns = arena.run(plan_policy, plans, seeds, _by_half).unbind(-1)
+    chosen, chosen_control, accuracy, control, added = columns  # (hosts, plans)
+    objectives, best = objective(chosen - chosen_control, added, task.host_parameters).max(1)
+    accuracy, control, added = (column[range(len(seeds)), best] for column in (accuracy, control, added))
+    grows = objectives > 0  # else it waits, at an objective of 0
+    accuracy, added = accuracy.where(grows, control), added.where(grows, 0.0)
+    picked = [plans[index] if grown else Plan() for index, grown in zip(best.tolist(), grows.tolist(), strict=True)]
+    fossils = [
+        [Fossil(seed.slot, seed.blueprint) for seed in plan.seeds if grown]
+        for plan, grown in zip(picked, added.tolist(), strict=True)
+    ]
+    return Result.scored(task.host_parameters, accuracy, control, added, fossils), picked
 
 
-_COLUMNS = ("accuracy", "control_accuracy", "added_params")
-
-
-def best_plans(arena: Arena, seeds: Sequence[int]) -> list[BestPlan]:
-    """Run every plan of one seed on every host, and choose the best per host."""
-    plans = one_seed_plans(arena.task)
-    scores = torch.zeros((len(seeds), len(plans), 5), dtype=torch.float64)
-    for block in arena.run(plan_policy, plans, seeds):
-        scores[block.rows] = _scores(block).cpu()
-    return [_choose(plans, host_scores, arena.task) for host_scores in scores]
-
-
-def _scores(block: Block) -> Tensor:
-    """(hosts, plans, 5): accuracy and control on the choosing images, the same on the scored ones, parameters."""
-    groups = block.runner.groups
-    correct = 100 * torch.stack([row.correct for row in block.runner.committed]).double()  # (envs, images)
+def _by_half(runner: EpisodeRunner, result: StepResult) -> Tensor:
+    """(n, 5): accuracy and control on the choosing images, the same on the scored ones, parameters."""
+    groups = runner.groups
+    correct = 100 * torch.stack([row.correct for row in runner.committed]).double()  # (envs, images)
     halves = [correct[:, images].mean(1) for images in (CHOOSING, SCORED)]
     columns = [part for half in halves for part in (groups.grown_of(half), groups.control_of(half))]
-    columns.append(block.result.fossil_parameters.double())
-    return torch.stack([block.by_host(column) for column in columns], -1)
-
-
-def _choose(plans: Sequence[Plan], scores: Tensor, task: Task) -> BestPlan:
-    """The best plan of one host, from its scores (plans, 5)."""
-    chosen, chosen_control, accuracy, control, added = scores.unbind(-1)
-    objectives = objective(chosen - chosen_control, added, task.host_parameters)
-    best = int(objectives.argmax())
-    if float(objectives[best]) <= 0:
-        return BestPlan(Plan(), float(control[best]), float(control[best]), 0)
-    columns = float(accuracy[best]), float(control[best]), int(added[best])
-    return BestPlan(plans[best], *columns, float(objectives[best]))
+    return torch.stack([*columns, result.fossil_parameters.double()], -1)

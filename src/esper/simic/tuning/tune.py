@@ -5,27 +5,25 @@ training nor evaluation uses.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, as_completed
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from esper.leyline import BadValueError, EsperError, UnknownNameError, head_preset, objective
-from esper.leyline.numbers import require_whole
+from esper.leyline import BadValueError, UnknownNameError, head_preset, objective
 from esper.leyline.progress import Advance, progress_bar
 from esper.leyline.records import Json, encode
-from esper.simic.evaluation.arena import Arena, MakePolicy, SideBySide, divide, hardened
-from esper.simic.evaluation.workers import worker_pool
+from esper.simic.evaluation.arena import MakePolicy, SideBySide, divide, hardened, open_arena
+from esper.simic.evaluation.workers import RunAll, run_with
 from esper.simic.evaluation.yardsticks import plan_policy
-from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import check_device, host_seed
-from esper.simic.tuning.search import Evaluate, Search, Trial, search_heuristic, search_schedule
+from esper.simic.tuning.search import Search, Trial, search_heuristic, search_schedule
 from esper.storage.files import replace_file
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan
 from esper.tamiyo.policies.shipped import CONTENT, FORMAT, TUNED_KINDS, TunedKind
@@ -73,22 +71,23 @@ def tune(
     """Search with at most this number of episodes. `rng_seed` determines everything random."""
     if kind not in TUNED_KINDS:
         raise UnknownNameError("kind of search", kind, TUNED_KINDS)
-    require_whole("workers", workers, 1)
     check_device(device)
     task = get_task(task_name)
-    ground = TuningGround(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir)
-    with (
-        progress_bar(f"tuning the {kind}", episodes, shown=progress) as advance,
-        evaluator(ground, workers, advance) as evaluate,
-    ):
-        search: Search[Any] = Search(evaluate, episodes, rng_seed)  # Any: plans or thresholds, as the kind says
+    trials = Trials(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir)
+    with progress_bar(f"tuning the {kind}", episodes, shown=progress) as advance, run_with(workers) as run_all:
+        search: Search[Any] = Search(partial(trials, run_all, workers, advance), episodes, rng_seed)
         best, mean = (search_schedule if kind == "schedule" else search_heuristic)(search, task)
     return Tuned(kind, task_name, best, mean, search.budget, search.used, search.rng_seed, tuple(search.log))
 
 
+def heuristic_policy(runner: EpisodeRunner, configs: Sequence[HeuristicConfig]) -> SideBySide:
+    """A policy for groups whose members have one configuration each."""
+    return SideBySide([HeuristicTamiyo(runner.table, runner.slots, config) for config in configs])
+
+
 @dataclass(frozen=True)
-class TuningGround:
-    """Where candidates are tried. Plain values, because it is sent to workers."""
+class Trials:
+    """Tries candidates on hosts of the tuning range. Plain values, because it is sent to workers."""
 
     task: str
     kind: TunedKind
@@ -97,70 +96,32 @@ class TuningGround:
     device: str = "cpu"
     data_dir: Path | None = None
 
+    def __call__(
+        self, run_all: RunAll, workers: int, advance: Advance, candidates: Sequence[Any], hosts: Sequence[int]
+    ) -> list[list[float]]:
+        """Objectives [candidate][host], on validation images."""
+        table = torch.zeros((len(hosts), len(candidates)), dtype=torch.float64)
+        run_share = partial(self.run_share, candidates, hosts, advance if workers == 1 else None)
+        for (some, these), objectives in run_all(run_share, shares(len(candidates), len(hosts), workers)):
+            table[these.start : these.stop, some.start : some.stop] = objectives
+            if workers > 1:
+                advance(objectives.numel())
+        rows: list[list[float]] = table.T.tolist()
+        return rows
 
-@lru_cache(maxsize=1)
-def open_arena(ground: TuningGround) -> Arena:
-    """The fleets of a search."""
-    return Arena(get_task(ground.task), head_preset(ground.preset), device=ground.device, data_dir=ground.data_dir)
-
-
-def heuristic_policy(runner: EpisodeRunner, configs: Sequence[HeuristicConfig]) -> SideBySide:
-    """A policy for groups whose members have one configuration each."""
-    return SideBySide([HeuristicTamiyo(runner.table, runner.slots, config) for config in configs])
-
-
-def try_candidates(
-    ground: TuningGround, candidates: Sequence[Any], hosts: Sequence[int], advance: Advance | None = None
-) -> list[list[float]]:
-    """Objectives [candidate][host] on hosts of the tuning range, on validation images."""
-    arena = open_arena(ground)
-    make_policy: MakePolicy[Any] = plan_policy if ground.kind == "schedule" else heuristic_policy
-    seeds = [host_seed("tuning", ground.rng_seed, number) for number in hosts]
-    table = torch.zeros((len(hosts), len(candidates)), dtype=torch.float64)
-    for block in arena.run(make_policy, candidates, seeds):
-        accuracy, control, added = (column.double() for column in hardened(block.result))
-        values = block.by_host(objective(accuracy - control, added, arena.task.host_parameters)).cpu()
-        table[block.rows] = values
-        if advance is not None:
-            advance(values.numel(), f"best of these {float(values.mean(0).max()):+.1f}")
-    objectives: list[list[float]] = table.T.tolist()
-    return objectives
+    def run_share(
+        self, candidates: Sequence[Any], hosts: Sequence[int], advance: Advance | None, share: tuple[range, range]
+    ) -> Tensor:
+        """Objectives (hosts, candidates) of one share, both given by index."""
+        arena = open_arena(get_task(self.task), self.preset, device=self.device, data_dir=self.data_dir)
+        make_policy: MakePolicy[Any] = plan_policy if self.kind == "schedule" else heuristic_policy
+        seeds = [host_seed("tuning", self.rng_seed, hosts[index]) for index in share[1]]
+        return arena.run(make_policy, [candidates[index] for index in share[0]], seeds, _objectives, advance)
 
 
-@contextmanager
-def evaluator(ground: TuningGround, workers: int, advance: Advance) -> Iterator[Evaluate[Any]]:
-    """Try candidates in this process, or in this number of processes."""
-    if workers == 1:
-        try:
-            yield partial(try_candidates, ground, advance=advance)
-        finally:
-            open_arena.cache_clear()
-        return
-    with worker_pool(workers) as pool:
-        yield partial(share_candidates, pool, workers, advance, ground)
-
-
-def share_candidates(
-    pool: Executor,
-    workers: int,
-    advance: Advance,
-    ground: TuningGround,
-    candidates: Sequence[Any],
-    hosts: Sequence[int],
-) -> list[list[float]]:
-    """Objectives [candidate][host], measured by the processes of a pool."""
-    table = [[0.0] * len(hosts) for _ in candidates]
-    futures = {
-        pool.submit(_try_in_worker, ground, [candidates[i] for i in some], [hosts[i] for i in these]): (some, these)
-        for some, these in shares(len(candidates), len(hosts), workers)
-    }
-    for future in as_completed(futures):
-        some, these = futures[future]
-        rows = future.result()
-        for index, row in zip(some, rows, strict=True):
-            table[index][these.start : these.stop] = row
-        advance(len(some) * len(these), f"best of these {max(sum(row) / len(row) for row in rows):+.1f}")
-    return table
+def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:
+    accuracy, control, added = (column.double() for column in hardened(result))
+    return objective(accuracy - control, added, runner.fleet.task.host_parameters)
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:
@@ -182,13 +143,6 @@ def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range
         for some in divide(candidates, ceil(candidates / by_candidates))
         for these in divide(hosts, ceil(hosts / by_hosts))
     ]
-
-
-def _try_in_worker(ground: TuningGround, candidates: Sequence[Any], hosts: Sequence[int]) -> list[list[float]]:
-    try:
-        return try_candidates(ground, candidates, hosts)
-    except EsperError as error:
-        raise BadValueError(str(error)) from None  # errors with arguments of their own cannot be sent back
 
 
 def check_free(path: Path) -> None:
