@@ -69,7 +69,7 @@ def run_controls(found: Content, controls: list[str], config: EvaluationConfig, 
         done = iter(run_contenders(everyone, run_all, advance))
     results = {name: [next(done) for _ in group] for name, group in wanted.items()}
     kinds = kinds_of_hosts(config, results)
-    compared = TaskComparison(config.task, config.hosts, config.seed, config.final, results, [], {}, kinds)
+    compared = TaskComparison(config, results, [], {}, kinds)
     command = f"python benchmarks/late_controls.py EVALUATION.json --controls {' '.join(controls)}"
     return {**compared.to_json(), "provenance": made_with(command)}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from esper.cli.evaluate import claim_line, short_table
+from esper.cli.evaluate import print_report
 from esper.karn import read_run, write_report
 from esper.karn.story import what_was_learned
-from esper.simic.evaluation.comparison import TaskComparison
+from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison
 from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import compare_all
@@ -68,9 +68,12 @@ class DemoCommand:
             console.print(f"Comparing it with rules on {self.unseen} unseen hosts …")
             results = {"learned": run_contenders([Contender(unseen, PolicySpec.parse(str(folder)))])}
             results |= {name: [result] for name, result in zip(RULES, rules.result(), strict=True)}
-        comparison = TaskComparison(TASK, self.unseen, EVALUATION_SEED, False, results, compare_all(results))
+        comparison = TaskComparison(unseen, results, compare_all(results))
         (folder / "evaluation.json").write_text(dumps(comparison.to_json(), indent=1, allow_nan=False) + "\n")
-        _print(console, comparison, folder)
+        print_report(console, EvaluationReport({TASK: comparison}, [], []))
+        for sentence in ["", *what_was_learned(read_run(folder)), _on_unseen(results["learned"])]:
+            console.print(sentence, highlight=False)
+        console.print(f"\nThe whole story, with pictures: {write_report(folder)}", highlight=False, soft_wrap=True)
         console.print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all", highlight=False)
 
 
@@ -79,16 +82,6 @@ def free_folder(folder: Path) -> Path:
     if not folder.exists():
         return folder
     return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
-
-
-def _print(console: Console, comparison: TaskComparison, folder: Path) -> None:
-    console.print(short_table(comparison))
-    for claim in comparison.claims:
-        console.print(claim_line(claim), highlight=False, markup=False)
-    console.print("One training seed: a report, not a claim.\n", highlight=False)
-    for sentence in [*what_was_learned(read_run(folder)), _on_unseen(comparison.policies["learned"])]:
-        console.print(sentence, highlight=False)
-    console.print(f"\nThe whole story, with pictures: {write_report(folder)}", highlight=False, soft_wrap=True)
 
 
 def _on_unseen(results: Sequence[Result]) -> str:

@@ -20,7 +20,7 @@ from esper.leyline import OTHER_RHOS, BadValueError
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig, short_names
-from esper.simic.evaluation.results import Result
+from esper.simic.evaluation.results import overall_mean
 from esper.simic.evaluation.statistics import CLAIM_SEEDS, Claim
 from esper.simic.training.run_folder import git_hash
 from esper.storage.files import replace_file, storing
@@ -28,58 +28,52 @@ from esper.storage.files import replace_file, storing
 
 def policy_table(comparison: TaskComparison) -> Table:
     """A row per policy: means over hosts and training seeds."""
-    names, shares = short_names(comparison.policies), {n: comparison.share_of_oracle(n) for n in comparison.policies}
-    extra = ["greedy"] if comparison.greedy else []
-    extra += ["of\noracle"] if any(share is not None for share in shares.values()) else []
-    other = [f"at ρ={rho:g}" for rho in OTHER_RHOS]
-    table = _table(
-        comparison.title, "policy", "objective", *other, *extra, "accuracy\n%", "gain", "added\nparameters", "commits",
-        "cost",
-    )  # fmt: skip
+    names, rows = short_names(comparison.policies), []
     for name, results in comparison.policies.items():
-        cells = {
-            "greedy": f"{_mean(comparison.greedy[name], 'objective'):+.2f}" if name in comparison.greedy else "",
-            "of\noracle": "" if shares[name] is None else f"{shares[name]:.0%}",
-        }
-        table.add_row(
-            names[name],
-            f"{_mean(results, 'objective'):+.2f}",
-            *(f"{fmean(v for r in results for v in r.objective_at[f'{rho:g}']):+.2f}" for rho in OTHER_RHOS),
-            *(cells[column] for column in extra),
-            f"{_mean(results, 'accuracy'):.1f}",
-            f"{_mean(results, 'gain'):+.2f}",
-            f"{_mean(results, 'added_params'):.0f}",
-            f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
-            f"{_mean(results, 'cost'):.1f}×" if results[0].cost else "",
+        row = {"policy": names[name], "objective": f"{overall_mean(results, 'objective'):+.2f}"}
+        for rho in OTHER_RHOS:
+            row[f"at ρ={rho:g}"] = f"{fmean(v for result in results for v in result.objective_at[f'{rho:g}']):+.2f}"
+        if comparison.greedy:
+            greedy = comparison.greedy.get(name)
+            row["greedy"] = f"{overall_mean(greedy, 'objective'):+.2f}" if greedy else ""
+        if (share := comparison.share_of_oracle(name)) is not None:
+            row["of\noracle"] = f"{share:.0%}"
+        rows.append(
+            row
+            | {
+                "accuracy\n%": f"{overall_mean(results, 'accuracy'):.1f}",
+                "gain": f"{overall_mean(results, 'gain'):+.2f}",
+                "added\nparameters": f"{overall_mean(results, 'added_params'):.0f}",
+                "commits": f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
+                "cost": f"{overall_mean(results, 'cost'):.1f}×" if results[0].cost else "",
+            }
         )
-    return table
-
-
-def short_table(comparison: TaskComparison) -> Table:
-    """The main columns, for a narrow terminal."""
-    table = _table(comparison.title, "policy", "objective", "accuracy %", "added parameters")
-    for name, results in comparison.policies.items():
-        points, percent, added = (_mean(results, column) for column in ("objective", "accuracy", "added_params"))
-        table.add_row(name, f"{points:+.1f}", f"{percent:.1f}", f"{added:.0f}")
-    return table
+    return _table(comparison.title, rows)
 
 
 def kind_table(comparison: TaskComparison) -> Table:
     """A row per policy and kind of host."""
-    table = _table(
-        f"{comparison.task} by kind of host", "policy", "kind", "hosts", "objective", "gain", "added",
-        "commits per slot", "right slot",
-    )  # fmt: skip
-    names = short_names(comparison.kinds)
+    names, rows = short_names(comparison.kinds), []
     for name, kinds in comparison.kinds.items():
         for kind, summary in kinds.items():
             slots = ", ".join(f"{slot} {share:.0%}" for slot, share in summary.slots.items() if share)
             share = "" if summary.right_slot_share is None else f" {summary.right_slot_share:.0%}"
-            table.add_row(
-                names[name], kind, str(summary.hosts), f"{summary.objective:+.2f}", f"{summary.gain:+.2f}",
-                f"{summary.added_share:.1%}", f"{summary.commits:.2f}" + (f": {slots}" if slots else ""),
-                (summary.right_slot or "") + share,
-            )  # fmt: skip
+            row = {"policy": names[name], "kind": kind, "hosts": str(summary.hosts)}
+            row |= {"objective": f"{summary.objective:+.2f}", "gain": f"{summary.gain:+.2f}"}
+            row |= {"added": f"{summary.added_share:.1%}"}
+            row |= {"commits per slot": f"{summary.commits:.2f}" + (f": {slots}" if slots else "")}
+            rows.append(row | {"right slot": (summary.right_slot or "") + share})
+    return _table(f"{comparison.config.task} by kind of host", rows)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    """A table without lines between columns; long names are folded, never cut, so that it fits into 80 columns."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
+    for column in rows[0]:
+        left = column in ("policy", "kind", "commits per slot")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 
@@ -94,19 +88,6 @@ def claim_line(claim: Claim, names: Mapping[str, str] | None = None) -> str:
         f"{d.bootstrap_low:+.2f} to {d.bootstrap_high:+.2f}, adjusted p {claim.adjusted_p:.3g}, "
         f"{d.seeds} training seed{'s' if d.seeds > 1 else ''})" + (f" {', '.join(verdicts)}" if verdicts else "")
     )
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table without lines between columns; long names are folded, never cut, so that it fits into 80 columns."""
-    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
-    for column in columns:
-        left = column in ("policy", "kind", "commits per slot")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
-    return table
-
-
-def _mean(results: Sequence[Result], name: str) -> float:
-    return fmean(value for result in results for value in getattr(result, name))
 
 
 PICTURES = (".png", ".svg")
@@ -170,7 +151,7 @@ class EvaluateCommand:
             workers=self.workers,
             keep=self.keep,
         )
-        _print(console, report)
+        print_report(console, report)
         if self.json is not None:
             content = {**report.to_json(), "provenance": self._provenance()}
             replace_file(self.json.resolve(), dumps(content, indent=1, allow_nan=False) + "\n")
@@ -221,30 +202,24 @@ def check_target(target: Path) -> None:
         raise BadValueError(f"{target} cannot be written: it is write-protected; name another file")
 
 
-def _print(console: Console, report: EvaluationReport) -> None:
+def print_report(console: Console, report: EvaluationReport) -> None:
+    """Print warnings, tables and claims."""
     names = short_names(next(iter(report.tasks.values())).policies)
-    lines = [f"warning: {warning}" for warning in report.warnings]
+    items: list[Table | str] = [f"warning: {warning}" for warning in report.warnings]
     for comparison in report.tasks.values():
-        _print_lines(console, lines)
-        console.print(policy_table(comparison))
-        if comparison.kinds:
-            console.print(kind_table(comparison))
-        lines = [claim_line(claim, names) for claim in comparison.claims]
+        items += [policy_table(comparison), *([kind_table(comparison)] if comparison.kinds else [])]
+        items += [claim_line(claim, names) for claim in comparison.claims]
     if report.claims:
-        lines += ["Mean over tasks"]
-        lines += [f"{names[name]}: {fmean(seeds):+.2f}" for name, seeds in report.objectives().items()]
-        lines += [claim_line(claim, names) for claim in report.claims]
+        items += ["Mean over tasks"]
+        items += [f"{names[name]}: {fmean(seeds):+.2f}" for name, seeds in report.objectives().items()]
+        items += [claim_line(claim, names) for claim in report.claims]
     if not all(claim.enough_seeds for comparison in report.tasks.values() for claim in comparison.claims):
-        lines += [
+        items += [
             f"Where a learned policy has fewer than {CLAIM_SEEDS} training seeds, or none takes part, a difference is "
             "a report, not a claim."
         ]
-    _print_lines(console, lines)
-
-
-def _print_lines(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    for item in items:
+        console.print(item, highlight=False, markup=False)
 
 
 def draw(report: EvaluationReport, path: Path) -> None:

@@ -1,11 +1,10 @@
 """`esper evaluate`: policies on the same unseen hosts, compared host by host."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from esper.simic.evaluation.policies import (
     learned_runs,
     unfinished,
 )
-from esper.simic.evaluation.results import Result
+from esper.simic.evaluation.results import Result, overall_mean
 from esper.simic.evaluation.statistics import MARGIN, Claim, Rows, compare_all, compare_rows
 from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
 from esper.tolaria import Task, get_task
@@ -104,10 +103,7 @@ def _summary(task: Task, kind: str, hosts: list[int], results: Sequence[Result])
 class TaskComparison:
     """All results on one task."""
 
-    task: str
-    hosts: int
-    seed: int
-    final: bool
+    config: EvaluationConfig
     policies: dict[str, list[Result]]
     """By name, one result per training seed; rules have one"""
     claims: list[Claim]
@@ -120,14 +116,12 @@ class TaskComparison:
     @property
     def title(self) -> str:
         """Task, hosts, and which images."""
-        return f"{self.task}, {self.hosts} hosts, {'test' if self.final else 'validation'} images"
+        return f"{self.config.task}, {self.config.hosts} hosts, {'test' if self.config.final else 'validation'} images"
 
     def share_of_oracle(self, name: str) -> float | None:
         """Mean objective over the oracle's; None without an oracle, or if the oracle gains nothing."""
-        if ORACLE not in self.policies:
-            return None
-        best = _mean_objective(self.policies[ORACLE])
-        return _mean_objective(self.policies[name]) / best if best > 0 else None
+        best = overall_mean(self.policies[ORACLE], "objective") if ORACLE in self.policies else 0.0
+        return overall_mean(self.policies[name], "objective") / best if best > 0 else None
 
     def to_json(self) -> dict[str, Json]:
         """Means over training seeds per host, and each seed beside them."""
@@ -141,10 +135,7 @@ class TaskComparison:
             for name, results in self.policies.items()
         }
         return {
-            "task": self.task,
-            "hosts": self.hosts,
-            "seed": self.seed,
-            "final": self.final,
+            **{name: getattr(self.config, name) for name in ("task", "hosts", "seed", "final")},
             "policies": policies,
             "differences": encode(self.claims),
             "warnings": self.warnings,
@@ -176,26 +167,16 @@ class EvaluationReport:
         }
 
 
-def _mean_objective(results: Sequence[Result]) -> float:
-    return fmean(value for result in results for value in result.objective)
-
-
 def _merged(results: Sequence[Result]) -> dict[str, Json]:
     """Means over training seeds, in lists over hosts; commits are counts per host."""
     commits = Counter(name for result in results for names in result.commits for name in names)
     episodes = sum(len(result.objective) for result in results)
     return {
         **{name: _mean([getattr(result, name) for result in results]) for name in _LISTS},
-        "objective_at": {
-            rho: _mean([result.objective_at[rho] for result in results]) for rho in results[0].objective_at
-        },
-        "cost_by_pass": {
-            name: fmean(value for result in results for value in result.work[name]) for name in results[0].work
-        },
+        "objective_at": {rho: _mean([each.objective_at[rho] for each in results]) for rho in results[0].objective_at},
+        "cost_by_pass": {name: fmean(v for each in results for v in each.work[name]) for name in results[0].work},
         "commits": {name: number / episodes for name, number in commits.most_common()},
-        "by_seed": [
-            {name: getattr(result, name) for name in (*_LISTS, "objective_at", "commits")} for result in results
-        ],
+        "by_seed": [{name: getattr(each, name) for name in (*_LISTS, "objective_at", "commits")} for each in results],
     }
 
 
@@ -205,18 +186,6 @@ _LISTS = ("objective", "accuracy", "control_accuracy", "added_params", "cost")
 def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
     means: list[float] = np.mean(rows, 0).tolist()
     return means
-
-
-class Entry(NamedTuple):
-    """A policy on a task."""
-
-    config: EvaluationConfig
-    spec: PolicySpec
-    greedy: bool = False
-
-
-Results = dict[Entry, list[Result]]
-"""One result per training seed."""
 
 
 def run_comparisons(
@@ -250,40 +219,40 @@ def run_comparisons(
         for each in configs:
             get_task(each.task).load_data(each.data_dir)  # missing data must not cost the first look
         warnings += sign_policies(policies, tasks, config.hosts, config.seed, resumed=keep is not None)
-    entries = [Entry(each, spec) for each in configs for spec in policies]
-    entries += [Entry(each, spec, True) for each in configs for spec in policies if greedy and spec.learned]
+    entries = [Contender(each, spec) for each in configs for spec in policies]
+    entries += [Contender(each, spec, True) for each in configs for spec in policies if greedy and spec.learned]
     total = sum(len((entry.spec.base or entry.spec).members) for entry in entries) * config.hosts
-    results: Results = {}
+    results: dict[Contender, list[Result]] = {}
     with progress_bar("evaluating", total, shown=progress) as advance, run_with(workers) as run_all:
         for controls in (False, True):  # controls start from the results of the others
             stage = [entry for entry in entries if (entry.spec.base is not None) == controls]
-            contenders = {entry: _contenders(entry, results) for entry in stage}
-            everyone = [one for group in contenders.values() for one in group]
+            groups = {entry: _by_seed(entry, results) for entry in stage}
+            everyone = [contender for group in groups.values() for contender in group]
             done = iter(run_contenders(everyone, run_all, advance, cache))
-            results |= {entry: [next(done) for _ in group] for entry, group in contenders.items()}
+            results |= {entry: [next(done) for _ in group] for entry, group in groups.items()}
     compared = {each.task: _on_one_task(each, policies, results, margin, warnings) for each in configs}
     mean = compare_rows(_over_tasks(compared), margin) if len(tasks) > 1 else []
     return EvaluationReport(compared, mean, warnings)
 
 
-def _contenders(entry: Entry, results: Results) -> list[Contender]:
+def _by_seed(entry: Contender, results: Mapping[Contender, list[Result]]) -> list[Contender]:
     """One contender per training seed."""
-    config, spec, greedy = entry
-    if spec.base is None:
-        return [Contender(config, member, greedy) for member in spec.members]
-    return [Contender(config, spec, base=result) for result in results[Entry(config, spec.base)]]
+    if entry.spec.base is None:
+        return [replace(entry, spec=member) for member in entry.spec.members]
+    return [replace(entry, base=result) for result in results[replace(entry, spec=entry.spec.base)]]
 
 
 def _on_one_task(
-    config: EvaluationConfig, policies: Sequence[PolicySpec], results: Results, margin: float, warnings: list[str]
+    config: EvaluationConfig,
+    policies: Sequence[PolicySpec],
+    results: Mapping[Contender, list[Result]],
+    margin: float,
+    warnings: list[str],
 ) -> TaskComparison:
-    sampled = {spec.text: results[Entry(config, spec)] for spec in policies}
-    likeliest = {spec.text: results.get(Entry(config, spec, True), []) for spec in policies}
+    sampled = {spec.text: results[Contender(config, spec)] for spec in policies}
+    likeliest = {spec.text: results.get(Contender(config, spec, True), []) for spec in policies}
     return TaskComparison(
-        config.task,
-        config.hosts,
-        config.seed,
-        config.final,
+        config,
         sampled,
         compare_all(sampled, margin),
         {name: rows for name, rows in likeliest.items() if rows},

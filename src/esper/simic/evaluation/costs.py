@@ -50,19 +50,6 @@ class Structure(NamedTuple):
         return cls(np.array(stage), np.array([[index[state.blueprint] for state in env.values()] for env in states]))
 
 
-class _Work(NamedTuple):
-    """Work per input."""
-
-    own: Array
-    """(n, slots): the seed in each slot"""
-    acting: Array
-    """(n, slots): the same for seeds that act on the main row"""
-    main: Array
-    """(n,): the main row"""
-    behind: Array
-    """(n, slots): what a row that starts at each slot passes after it"""
-
-
 class CostMeter:
     """Counts the work of a fleet's envs, one episode after the other."""
 
@@ -99,44 +86,45 @@ class CostMeter:
     def train(self, structure: Structure) -> None:
         """Count a step of minibatches: main rows, and a shadow row per seed in TRAINING. Trained straight through the
         main row, such a seed costs its own work alone."""
-        work, training = self._work(structure), structure.stage == SeedStage.TRAINING
-        shadows = training * _FULL * work.own
-        if self._shadows:
-            shadows = shadows + training * _THROUGH * work.behind
-        inputs = self._minibatches * self._batch
-        self._parts["training"] += inputs * _FULL * work.main
+        own, _, main, behind = self._work(structure)
+        training, inputs = structure.stage == SeedStage.TRAINING, self._minibatches * self._batch
+        shadows = training * _FULL * own + (training * _THROUGH * behind if self._shadows else 0.0)
+        self._parts["training"] += inputs * _FULL * main
         self._parts["shadow"] += inputs * shadows.sum(1)
 
     def measure(self, structure: Structure) -> None:
         """Count a validation: main rows, auditions, and every acting seed silenced, each calibrated."""
-        work, training = self._work(structure), structure.stage == SeedStage.TRAINING
-        extra = ((training | _is_active(structure)) * work.behind + training * work.own).sum(1)
-        self._parts["validation"] += self._validation * work.main
+        own, _, main, behind = self._work(structure)
+        training = structure.stage == SeedStage.TRAINING
+        extra = ((training | _is_active(structure)) * behind + training * own).sum(1)
+        self._parts["validation"] += self._validation * main
         self._parts["ablation"] += self._validation * extra
-        self._parts["calibration"] += self._calibration * (work.main + extra)
+        self._parts["calibration"] += self._calibration * (main + extra)
 
     def harden(self, structure: Structure) -> None:
         """Count the last score, with fossils alone."""
-        fossils = (structure.stage == SeedStage.FOSSILIZED) * self._work(structure).own
-        main = self._host + fossils.sum(1)
+        own, *_ = self._work(structure)
+        main = self._host + ((structure.stage == SeedStage.FOSSILIZED) * own).sum(1)
         self._parts["validation"] += self._hardened * main
         self._parts["calibration"] += self._calibration * main
 
     def probe(self, structure: Structure) -> None:
         """Count one minibatch forward, back to the first slot, a newborn of every blueprint, and the covariances."""
-        work = self._work(structure)
-        back = self._below.max() + work.acting.sum(1)
-        self._parts["probing"] += self._batch * (work.main + back + self._seeds.sum() + self._covariances)
+        _, acting, main, _ = self._work(structure)
+        back = self._below.max() + acting.sum(1)
+        self._parts["probing"] += self._batch * (main + back + self._seeds.sum() + self._covariances)
 
     def cost(self) -> dict[str, list[float]]:
         """By kind of pass, a number per env, in units of the plain host's training."""
         return {name: (part / self._unit).tolist() for name, part in self._parts.items()}
 
-    def _work(self, structure: Structure) -> _Work:
+    def _work(self, structure: Structure) -> tuple[Array, Array, Array, Array]:
+        """Work per input: of the seed in each slot (n, slots); of those that act on the main row (n, slots); of the
+        main row (n,); and of what a row that starts at each slot passes after it (n, slots)."""
         slots = np.arange(len(self._seeds))[None, :]
         own = np.where(structure.blueprint >= 0, self._seeds[slots, structure.blueprint.astype(int)], 0.0)
         acting = np.where(_is_active(structure), own, 0.0)
-        return _Work(own, acting, self._host + acting.sum(1), self._below + acting @ self._later.T)
+        return own, acting, self._host + acting.sum(1), self._below + acting @ self._later.T
 
 
 def _is_active(structure: Structure) -> NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,11 @@ class Result:
     def joined(cls, parts: Sequence["Result"]) -> "Result":
         """The hosts of all parts, in their order."""
         return cls(*(_join([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+
+
+def overall_mean(results: Sequence[Result], name: str) -> float:
+    """Mean of a list of `Result` over hosts and training seeds."""
+    return fmean(value for result in results for value in getattr(result, name))
 
 
 def _cut(values: Any, hosts: slice) -> Any:  # Any: a list, or lists by name

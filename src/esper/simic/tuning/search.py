@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import require_whole
@@ -154,8 +154,7 @@ RANDOM_SHARE, NEAR_SHARE = 0.5, 0.25
 MOST_CHANGES = 3
 """Most fields in which a neighbour differs."""
 
-Value = int | float | str
-Draws = dict[str, Callable[[random.Random], Value]]
+Draws = dict[str, Callable[[random.Random], int | float | str]]
 
 
 def search_heuristic(search: Search[HeuristicConfig], task: Task) -> tuple[HeuristicConfig, float]:
@@ -199,11 +198,8 @@ def vary(config: HeuristicConfig, draws: Draws, rng: random.Random) -> Heuristic
     return _build(values)
 
 
-def _build(values: dict[str, Value]) -> HeuristicConfig:
-    trial, training_steps = values["trial"], values["training_steps"]
-    assert isinstance(trial, int)
-    assert isinstance(training_steps, int)
-    return HeuristicConfig(**{**values, "trial": max(trial, training_steps)})  # type: ignore[arg-type]  # by name
+def _build(values: dict[str, Any]) -> HeuristicConfig:  # Any: fields by name
+    return HeuristicConfig(**{**values, "trial": max(values["trial"], values["training_steps"])})
 
 
 def _affordable(episodes: int) -> int:
