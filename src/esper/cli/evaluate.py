@@ -196,10 +196,9 @@ def check_target(target: Path) -> None:
             pass
     except OSError as error:
         raise BadValueError(f"{target} cannot be written: {error.strerror}; name another file") from None
-    if target.exists() and not target.is_file():
-        raise BadValueError(f"{target} cannot be written: it is no file; name a file in a folder")
-    if target.exists() and not os.access(target, os.W_OK):
-        raise BadValueError(f"{target} cannot be written: it is write-protected; name another file")
+    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        why = "write-protected" if target.is_file() else "no file"
+        raise BadValueError(f"{target} cannot be written: it is {why}; name another file")
 
 
 def print_report(console: Console, report: EvaluationReport) -> None:

@@ -77,7 +77,7 @@ class Staged:
         counts = [float(self.parameters.get(index, 0)) for index in range(len(plans))]
         result = SimpleNamespace(fossil_parameters=torch.tensor(counts * len(seeds)))
         values = measure(runner, result)  # type: ignore[arg-type]  # staged
-        return values.unflatten(0, (len(seeds), len(plans)))
+        return values.view(len(seeds), len(plans), -1)
 
 
 def staged(right: dict[int, Sequence[bool]], control: Sequence[bool], **parameters: int) -> tuple[Result, Plan]:

@@ -22,8 +22,8 @@ from esper.tolaria import HostFleet, Task
 Array = NDArray[np.float64]
 
 PASSES = ("training", "shadow", "validation", "ablation", "calibration", "probing")
-"""training, shadow: main rows and shadow rows of minibatches. validation, ablation: main rows, and rows of auditions
-and silenced seeds, on validation or test images. calibration: those rows on the calibration batch."""
+"""Main rows and shadow rows of minibatches. Main rows on validation or test images. Rows of auditions and of silenced
+seeds there. All those rows on the calibration batch. Probes of the slots."""
 _THROUGH, _FULL = 2, 3
 """Passes: forward and the gradients of activations; these and the gradients of weights."""
 _INPUTS = 2
@@ -46,7 +46,7 @@ class Structure(NamedTuple):
     def of_states(cls, states: Sequence[Mapping[str, SeedState]], names: Sequence[str]) -> "Structure":
         """From the states of some envs."""
         stage = [[float(state.stage) for state in env.values()] for env in states]
-        index = {None: -1.0, **{name: float(number) for number, name in enumerate(names)}}
+        index: dict[str | None, float] = {None: -1.0, **{name: float(i) for i, name in enumerate(names)}}
         return cls(np.array(stage), np.array([[index[state.blueprint] for state in env.values()] for env in states]))
 
 
@@ -64,10 +64,12 @@ class CostMeter:
         self._minibatches, self._shadows = task.batches_per_step, fleet.isolation == "shadow"
         inputs = calibration[:_INPUTS].cpu()
         segments = _segment_work(task.build_host(), inputs)
-        places = np.array(list(fleet.places.values()))
+        positions = np.array(list(fleet.places.values()))
         self._host = float(segments.sum())
-        self._below = np.array([segments[place + 1 :].sum() for place in places])  # (slots,): segments behind each
-        self._later = (places[None, :] > places[:, None]).astype(float)
+        self._below = np.array(
+            [segments[position + 1 :].sum() for position in positions]
+        )  # (slots,): segments behind each
+        self._later = (positions[None, :] > positions[:, None]).astype(float)
         self._covariances = sum(slot.width * math.prod(_shape(slot)) for slot in fleet.slots.values())
         self._names = task.slot_config.blueprint_names
         self._seeds = np.array([[_seed_work(slot, name) for name in self._names] for slot in fleet.slots.values()])
@@ -119,8 +121,8 @@ class CostMeter:
         return {name: (part / self._unit).tolist() for name, part in self._parts.items()}
 
     def _work(self, structure: Structure) -> tuple[Array, Array, Array, Array]:
-        """Work per input: of the seed in each slot (n, slots); of those that act on the main row (n, slots); of the
-        main row (n,); and of what a row that starts at each slot passes after it (n, slots)."""
+        """Work per input. Of the seed in each slot, and of those that act on the main row: (n, slots). Of the main row:
+        (n,). Of what a row that starts at a slot passes after it: (n, slots)."""
         slots = np.arange(len(self._seeds))[None, :]
         own = np.where(structure.blueprint >= 0, self._seeds[slots, structure.blueprint.astype(int)], 0.0)
         acting = np.where(_is_active(structure), own, 0.0)
