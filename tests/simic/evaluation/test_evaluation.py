@@ -13,8 +13,8 @@ import torch
 from esper.cli import main
 from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, EsperError, UnknownNameError
-from esper.simic.evaluation import arena as arenas
 from esper.simic.evaluation import workers
+from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparisons
 from esper.simic.evaluation.final_log import sign_final
 from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
@@ -261,7 +261,7 @@ def test_signed_before_anything_runs(runs: str, monkeypatch: pytest.MonkeyPatch)
     def stop(*_: object, **__: object) -> None:
         raise EsperError("test images are about to be read")
 
-    monkeypatch.setattr(arenas, "Arena", stop)
+    monkeypatch.setattr(Arena, "__init__", stop)
     with pytest.raises(EsperError, match="about to be read"):
         compare([runs], final=True)
     assert len(signatures("a")) == 1

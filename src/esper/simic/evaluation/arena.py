@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.slot import Isolation
-from esper.leyline import HeadPreset, head_preset
+from esper.leyline import HeadPreset
 from esper.leyline.progress import Advance
 from esper.simic.evaluation.costs import CostMeter, Structure
 from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
@@ -173,18 +173,8 @@ class Arena:
         return torch.cat(columns, 1)
 
 
-@lru_cache(maxsize=1)  # jobs are ordered by task, and a fleet serves job after job
-def open_arena(
-    task: Task,
-    preset: str,
-    *,
-    final: bool = False,
-    isolation: Isolation = "shadow",
-    device: str = "cpu",
-    data_dir: Path | None = None,
-) -> Arena:
-    """An arena that stays open until another one is needed."""
-    return Arena(task, head_preset(preset), final=final, isolation=isolation, device=device, data_dir=data_dir)
+open_arena = lru_cache(maxsize=1)(Arena)
+"""An arena that stays open until another one is needed, because a fleet serves job after job."""
 
 
 def divide(count: int, most: int) -> list[range]:

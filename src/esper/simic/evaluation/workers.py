@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from esper.leyline import BadValueError, EsperError, SeedStage
+from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
 from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, hardened, open_arena
@@ -85,7 +85,7 @@ def run_job(job: Job) -> list[Result]:
     config, chosen = first.config, slice(job.hosts.start, job.hosts.stop)
     arena = open_arena(
         get_task(config.task),
-        config.preset,
+        head_preset(config.preset),
         final=config.final,
         isolation=config.isolation,
         device=config.device,

@@ -113,7 +113,7 @@ class Trials:
         self, candidates: Sequence[Any], hosts: Sequence[int], advance: Advance | None, share: tuple[range, range]
     ) -> Tensor:
         """Objectives (hosts, candidates) of one share, both given by index."""
-        arena = open_arena(get_task(self.task), self.preset, device=self.device, data_dir=self.data_dir)
+        arena = open_arena(get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir)
         make_policy: MakePolicy[Any] = plan_policy if self.kind == "schedule" else heuristic_policy
         seeds = [host_seed("tuning", self.rng_seed, hosts[index]) for index in share[1]]
         return arena.run(make_policy, [candidates[index] for index in share[0]], seeds, _objectives, advance)
