@@ -333,7 +333,7 @@ def test_a_replay_leaves_the_results_of_other_graphs_alone(monkeypatch: pytest.M
     fleet.train_minibatch(fleet.draw(0), 0.01)
     fleet.germinate(0, "r1c0", "bottleneck")  # a bank more is a new structure
     fleet.advance(0, "r1c0")
-    results = [fleet.train_minibatch(fleet.draw(1), 0.01), *fleet.norms().values()]
+    results = [fleet.train_minibatch(fleet.draw(1), 0.01), *fleet.norms.values()]
     before = [tensor.clone() for tensor in results]
     assert fleet.graphs is not None
     assert fleet.graphs.captures == 2

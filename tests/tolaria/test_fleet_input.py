@@ -133,10 +133,10 @@ def test_a_refused_germination_leaves_a_trained_seed_alone(
 ) -> None:
     """TRAINING, BLENDING, HOLDING, FOSSILIZED or at rest. Replanting would show in weights or momentum."""
     fleet = copy.deepcopy(trained)
-    plan, banks = fleet.plan, list(fleet.banks)
+    plan, banks = fleet.update_plan(), list(fleet.banks)
     with pytest.raises(SlotOccupiedError):
         fleet.germinate(env, slot_id, blueprint or fleet.states[env][slot_id].blueprint or "conv_light")
-    assert fleet.plan is plan
+    assert fleet.update_plan() is plan
     assert list(fleet.banks) == banks
     for bank, before in zip(fleet.banks.values(), trained.banks.values(), strict=True):
         assert torch.equal(bank.weights.matrix, before.weights.matrix)

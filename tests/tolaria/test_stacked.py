@@ -14,7 +14,7 @@ import esper
 from esper.tolaria import HostFleet, OptimiserConfig, Symptom
 from esper.tolaria.banks import MemberWeights, StackedOptimizer, StackedWeights, per_member
 from esper.tolaria.batches import Samples
-from esper.tolaria.fleet import row_losses
+from esper.tolaria.passes import row_losses
 
 SHAPES = {"kernel": Size((3, 2)), "bias": Size((3,)), "scale": Size(())}
 MEMBERS = 4
@@ -272,7 +272,7 @@ def test_gradients_are_those_of_the_loss_itself() -> None:
     """No factor is left in gradients or in the norms that clipping and telemetry see."""
     fleet = half_precision_fleet()
     samples = fleet.draw(0)
-    done, _ = fleet.host.train(fleet.plan, samples.inputs)
+    done = fleet.host.run(fleet.update_plan().main, samples.inputs, train=True)
     leaves = list(fleet.host.weights.leaves.values())
     plain = torch.autograd.grad(row_losses(done.output, samples.targets).sum(), leaves, allow_unused=True)
     rows = len(fleet.host.weights)
