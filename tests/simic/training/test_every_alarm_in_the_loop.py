@@ -368,6 +368,7 @@ def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], fo
     assert (event["round"], event["severity"], event["cause"]) == (number, severity, alarm.cause)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement(8, 9, 15)
 @pytest.mark.parametrize("provocation", PROVOCATIONS, ids=name_of)
 def test_alarm(
