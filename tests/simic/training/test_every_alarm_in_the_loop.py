@@ -368,9 +368,12 @@ def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], fo
     assert (event["round"], event["severity"], event["cause"]) == (number, severity, alarm.cause)
 
 
-@pytest.mark.slow
 @pytest.mark.requirement(8, 9, 15)
-@pytest.mark.parametrize("provocation", PROVOCATIONS, ids=name_of)
+@pytest.mark.parametrize(
+    "provocation",
+    [pytest.param(each, marks=pytest.mark.slow if number else ()) for number, each in enumerate(PROVOCATIONS)],
+    ids=name_of,
+)
 def test_alarm(
     provocation: Provocation, calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
