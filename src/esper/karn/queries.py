@@ -1,4 +1,4 @@
-"""What a statement gave, and how it is written down."""
+"""SQL over a run: its views in a database in memory, and what a statement gave."""
 
 import csv
 import glob
@@ -53,8 +53,9 @@ class Answer(NamedTuple):
         with _opened(path) as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
-            for count, row in enumerate(self.rows, 1):  # noqa: B007  # returned
+            for row in self.rows:
                 writer.writerow([as_json(cell) if isinstance(cell, list | dict) else cell for cell in row])
+                count += 1
         return count
 
     def write_json(self, path: Path) -> int:
