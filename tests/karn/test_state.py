@@ -194,7 +194,7 @@ def test_a_run_can_be_followed_line_by_line(tmp_path: Path) -> None:
     state = RunState(folder, whole.config)
     for number, line in metric_lines(folder):
         for event in events:
-            if event.content.get("round") == number:
+            if event.get("round") == number:
                 state.fold_event(event)
         assert not state.episodes.get(number)
         state.fold_metrics(line)
