@@ -15,14 +15,10 @@ from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, Trai
 class Observation(NamedTuple):
     """The parts of a flat observation, with its leading axes."""
 
-    host: Tensor
-    """(…, host columns)"""
-    slots: Tensor
-    """(…, slots, slot columns)"""
-    offers: Tensor
-    """(…, slots, blueprints, offer columns)"""
-    critic: Tensor
-    """(…, critic columns): hidden from the actor"""
+    host: Tensor  # (…, host columns)
+    slots: Tensor  # (…, slots, slot columns)
+    offers: Tensor  # (…, slots, blueprints, offer columns)
+    critic: Tensor  # (…, critic columns): hidden from the actor
 
 
 @dataclass(frozen=True)
@@ -135,13 +131,10 @@ class SlotColumn(NamedTuple):
     """A column of `SlotView`: how it is stored, where it comes from, and how it becomes a feature."""
 
     name: str
-    scale: Scale | None = None
-    """None: a flag, which is its own feature, or an index, which becomes one-hot."""
+    scale: Scale | None = None  # None: a flag, which is its own feature, or an index, which becomes one-hot
     dtype: torch.dtype = torch.float32
-    seed: str | None = None
-    """The attribute of a seed's state that holds it, if one does."""
-    valid: str | None = None
-    """The column that says where it was measured; the feature is 0 elsewhere."""
+    seed: str | None = None  # the attribute of a seed's state that holds it, if one does
+    valid: str | None = None  # the column that says where it was measured; the feature is 0 elsewhere
 
     def feature(self, view: SlotView) -> Tensor:
         """(N, S), of any dtype."""

@@ -70,23 +70,17 @@ class Stretches(NamedTuple):
     torch's PackedSequence runs unequal lengths step by step, which is four times slower.
     """
 
-    blocks: tuple[tuple[int, int], ...]
-    """(sequences, time) of each"""
-    positions: Tensor | None
-    """(steps,): position of each step in the blocks; None: the blocks have no padding."""
+    blocks: tuple[tuple[int, int], ...]  # (sequences, time) of each
+    positions: Tensor | None  # (steps,): position of each step in the blocks; None: the blocks have no padding
 
 
 class Encoded(NamedTuple):
     """Encoded observations, for the LSTM, the heads and the critic."""
 
-    trunk: Tensor
-    """(n, encoder): the LSTM's input"""
-    slots: Tensor
-    """(n, slots, encoder)"""
-    offers: Tensor
-    """(n, slots, blueprints, offer columns)"""
-    critic: Tensor
-    """(n, critic columns)"""
+    trunk: Tensor  # (n, encoder): the LSTM's input
+    slots: Tensor  # (n, slots, encoder)
+    offers: Tensor  # (n, slots, blueprints, offer columns)
+    critic: Tensor  # (n, critic columns)
 
 
 class Decision(NamedTuple):
@@ -94,14 +88,10 @@ class Decision(NamedTuple):
 
     actions: Tensor
     log_probs: Tensor
-    entropies: Tensor
-    """Normalised: 1 is uniform over the legal choices."""
-    choices: Tensor
-    """Number of legal choices, given the earlier ones."""
-    spreads: Tensor
-    """Variance of the legal logits."""
-    causal: Tensor
-    """bool: the action used this head"""
+    entropies: Tensor  # normalised: 1 is uniform over the legal choices
+    choices: Tensor  # number of legal choices, given the earlier ones
+    spreads: Tensor  # variance of the legal logits
+    causal: Tensor  # bool: the action used this head
 
     @property
     def decided(self) -> Tensor:

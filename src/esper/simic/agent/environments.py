@@ -113,8 +113,7 @@ class StepResult(NamedTuple):
 
     rewards: Tensor
     terminated: Tensor
-    truncated: Tensor
-    """bool: cut off without terminating"""
+    truncated: Tensor  # bool: cut off without terminating
 
 
 class EnvBatch:

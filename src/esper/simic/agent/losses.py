@@ -58,10 +58,8 @@ def compute_gae(
 class HeadAdvantages(NamedTuple):
     """Advantages per head."""
 
-    by_head: tuple[Tensor, ...]
-    """(n,) per head; the first head's is the given tensor itself."""
-    uncentred: Tensor
-    """(heads,) bool: too few steps used the head to centre its advantages, or centring is off."""
+    by_head: tuple[Tensor, ...]  # (n,) per head; the first head's is the given tensor itself
+    uncentred: Tensor  # (heads,) bool: too few steps used the head to centre its advantages, or centring is off
 
 
 def compute_per_head_advantages(advantages: Tensor, decided: Tensor, *, centred: bool = True) -> HeadAdvantages:
@@ -85,8 +83,7 @@ class Standardised(NamedTuple):
     advantages: Tensor
     mean: Tensor
     std: Tensor
-    floored: Tensor
-    """bool: the deviation was below the floor; False for tasks without a step"""
+    floored: Tensor  # bool: the deviation was below the floor; False for tasks without a step
 
 
 def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float) -> Standardised:

@@ -21,14 +21,10 @@ from esper.tamiyo.heads import Masks
 class Reference(NamedTuple):
     """The policy before the update, over all cells of the round (rows × columns)."""
 
-    log_probs: Tensor
-    """(cells, heads)"""
-    decided: Tensor
-    """(cells, heads) bool: heads that were used and had several legal choices"""
-    values: Tensor
-    """(cells,), normalised"""
-    gap: Tensor
-    """max |log-prob − collected log-prob|"""
+    log_probs: Tensor  # (cells, heads)
+    decided: Tensor  # (cells, heads) bool: heads that were used and had several legal choices
+    values: Tensor  # (cells,), normalised
+    gap: Tensor  # max |log-prob − collected log-prob|
 
     @property
     def accepted(self) -> Tensor:
@@ -43,15 +39,12 @@ class Minibatch(NamedTuple):
     observations: Tensor
     masks: Masks
     actions: Tensor
-    log_probs: Tensor
-    """(steps, heads), of the reference; so are `decided` and `values`"""
+    log_probs: Tensor  # (steps, heads), of the reference; so are `decided` and `values`
     decided: Tensor
     values: Tensor
-    advantages: Tensor
-    """(steps, heads)"""
+    advantages: Tensor  # (steps, heads)
     targets: Tensor
-    weights: Tensor
-    """(steps,), in the value loss"""
+    weights: Tensor  # (steps,), in the value loss
 
 
 class PreparedRound(NamedTuple):
@@ -65,20 +58,13 @@ class PreparedRound(NamedTuple):
     reference: Reference
     advantages: HeadAdvantages
     standardised: Standardised
-    returns: Tensor
-    """(cells,)"""
-    targets: Tensor
-    """(cells,): normalised returns"""
-    weights: Tensor
-    """(cells,): 1 for decisions, less for forced steps, 0 for empty cells"""
-    decisions: Tensor
-    """Number of steps that decided anything"""
-    per_head: Tensor
-    """(heads,): for sums over steps that decided each head"""
-    per_decision: Tensor
-    """For sums over steps that decided anything"""
-    per_weight: Tensor
-    """For sums weighted by `weights`"""
+    returns: Tensor  # (cells,)
+    targets: Tensor  # (cells,): normalised returns
+    weights: Tensor  # (cells,): 1 for decisions, less for forced steps, 0 for empty cells
+    decisions: Tensor  # number of steps that decided anything
+    per_head: Tensor  # (heads,): for sums over steps that decided each head
+    per_decision: Tensor  # for sums over steps that decided anything
+    per_weight: Tensor  # for sums weighted by `weights`
 
     def minibatch(self, batch: Batch) -> Minibatch:
         """Everything that the loss of a batch needs."""

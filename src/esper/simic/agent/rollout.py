@@ -28,38 +28,28 @@ CPU thread)."""
 class Step(NamedTuple):
     """One step of n envs."""
 
-    observations: Tensor
-    """(n, size), normalised"""
+    observations: Tensor  # (n, size), normalised
     masks: Masks
-    actions: Tensor
-    """(n, heads)"""
-    log_probs: Tensor
-    """(n, heads)"""
-    values: Tensor
-    """(n,) of the state before the action"""
-    rewards: Tensor
-    """(n,)"""
-    ends: Tensor
-    """(n,) bool: the segment ends with this step, and the hidden state is reset"""
-    bootstraps: Tensor
-    """(n,): value of the next state where a segment was truncated, else 0"""
+    actions: Tensor  # (n, heads)
+    log_probs: Tensor  # (n, heads)
+    values: Tensor  # (n,) of the state before the action
+    rewards: Tensor  # (n,)
+    ends: Tensor  # (n,) bool: the segment ends with this step, and the hidden state is reset
+    bootstraps: Tensor  # (n,): value of the next state where a segment was truncated, else 0
 
 
 class Batch(NamedTuple):
     """Steps of some rows in packed order."""
 
-    cells: Tensor
-    """(steps,): index into the round's tensors, flattened over rows and columns"""
+    cells: Tensor  # (steps,): index into the round's tensors, flattened over rows and columns
     stretches: Stretches
-    hidden_state: HiddenState
-    """(sequences, hidden), at the start of each"""
+    hidden_state: HiddenState  # (sequences, hidden), at the start of each
 
 
 class Sequences(NamedTuple):
     """The sequences of a round, on the host."""
 
-    starts: Array
-    """Index of the first cell of each."""
+    starts: Array  # index of the first cell of each
     lengths: Array
     rows: Array
 

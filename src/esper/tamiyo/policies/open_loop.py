@@ -99,8 +99,7 @@ class Plan:
 class PlanTensors(NamedTuple):
     """The plans of all envs, (N, seeds) each, in the order of the plan."""
 
-    planned: Tensor
-    """bool; False pads plans with fewer seeds than the longest"""
+    planned: Tensor  # bool; False pads plans with fewer seeds than the longest
     slot: Tensor
     blueprint: Tensor
     germinate_at: Tensor
