@@ -98,11 +98,6 @@ class Decision(NamedTuple):
         """Heads that were used and had several legal choices."""
         return self.causal & (self.choices > 1)
 
-    @property
-    def forced(self) -> Tensor:
-        """(n,): steps with a single legal joint action."""
-        return ~self.decided.any(-1)
-
 
 class FactoredRecurrentActorCritic(nn.Module):
     """Policy and value over a table of heads."""
@@ -154,12 +149,9 @@ class FactoredRecurrentActorCritic(nn.Module):
             )
 
     def _make_head(self, head: ActionHead) -> nn.Module:
-        width = self.config.head
-        if head.kind == "pointer":
-            return nn.Linear(width, self.config.encoder)
         if head.kind == "offer":
-            return _OfferHead(width, head.size, len(self.layout.offer))
-        return nn.Linear(width, head.size)
+            return _OfferHead(self.config.head, head.size, len(self.layout.offer))
+        return nn.Linear(self.config.head, self.config.encoder if head.kind == "pointer" else head.size)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -178,13 +170,11 @@ class FactoredRecurrentActorCritic(nn.Module):
                 nn.init.orthogonal_(weight)
             else:
                 weight.zero_()
-        hidden = self.config.hidden
         # torch's order of gates: input, forget, cell, output
-        self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden] = FORGET_BIAS
-        first = self.heads[self.table.heads[0].name]
+        self.lstm.get_parameter("bias_ih_l0").chunk(4)[1].fill_(FORGET_BIAS)
         if self.config.first_bias:
-            assert isinstance(first, nn.Linear)
-            first.bias.copy_(torch.tensor(self.config.first_bias))
+            first = self.table.heads[0].name
+            self.get_parameter(f"heads.{first}.bias").copy_(torch.tensor(self.config.first_bias))
 
     def initial_state(self, n: int) -> HiddenState:
         """The hidden state of n envs at the start of a sequence: zeros."""
@@ -220,10 +210,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         sizes = [size * time for size, time in stretches.blocks]
         if stretches.positions is not None:
             trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.positions, trunk)
-        state, parts = (hidden_state[0].unsqueeze(0), hidden_state[1].unsqueeze(0)), []
+        state, parts = [part.unsqueeze(0) for part in hidden_state], []
         for (size, time), block in zip(stretches.blocks, trunk.split(sizes), strict=True):
-            state = state[0][:, :size].contiguous(), state[1][:, :size].contiguous()
-            hidden, state = self.lstm(block.view(time, size, -1), state)
+            hidden, state = self.lstm(block.view(time, size, -1), [part[:, :size].contiguous() for part in state])
             parts.append(hidden.flatten(0, 1))
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
         # Not core[positions]: its gradient is scattered one number at a time.
@@ -288,14 +277,13 @@ class FactoredRecurrentActorCritic(nn.Module):
     def _score(self, head: ActionHead, state: Tensor, encoded: Encoded, slot: Tensor | None) -> Tensor:
         """Logits (n, size) of a head."""
         layer = self.heads[head.name]
-        if head.kind == "pointer":
-            query: Tensor = layer(torch.relu(state)).unsqueeze(-1)
-            return (encoded.slots @ query).squeeze(-1) / math.sqrt(self.config.encoder)
         if head.kind == "offer":
             assert slot is not None, "the table puts a pointer head first"
             logits: Tensor = layer(state, pick(encoded.offers, slot))
             return logits
         logits = layer(torch.relu(state))
+        if head.kind == "pointer":
+            logits = (encoded.slots @ logits.unsqueeze(-1)).squeeze(-1) / math.sqrt(self.config.encoder)
         return logits
 
     def _embed_choice(self, head: ActionHead, choice: Tensor, encoded: Encoded) -> Tensor:

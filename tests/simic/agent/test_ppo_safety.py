@@ -272,7 +272,7 @@ def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
     masks = {name: torch.zeros_like(mask) for name, mask in agent.table.open_masks(4).items()}
     masks["op"][:, 0] = True
     decision, _, _ = agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_state(4))
-    assert bool(decision.forced.all())
+    assert not bool(decision.decided.any())
 
 
 @pytest.mark.requirement(65)
