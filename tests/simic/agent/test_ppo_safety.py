@@ -328,5 +328,5 @@ def test_errors_of_the_network_are_not_taken_for_the_compilers(monkeypatch: pyte
     with pytest.raises(RuntimeError, match="invalid for input"):
         agent.update(buffer)
     with pytest.raises(UnknownNameError, match="reduce-overhead"):
-        agent.compile("reduce-overhead")  # type: ignore[arg-type]  # wrong on purpose
+        PPOConfig(compile="reduce-overhead")  # type: ignore[arg-type]  # wrong on purpose
     assert PPOConfig().compile == "off"

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper.leyline import BadValueError
-
 CENTRED_FROM = 8
 """A mean over fewer steps would say more about the draw than about the head."""
 LOG_RATIO_LIMIT = 20.0
@@ -126,11 +124,11 @@ def kl_terms(ratio: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def value_errors(
-    values: Tensor, targets: Tensor, *, old: Tensor | None = None, clip: float | None = None, huber: float | None = None
+    values: Tensor, targets: Tensor, old: Tensor, *, clip: float | None = None, huber: float | None = None
 ) -> Tensor:
     """Half the squared error (or Huber's loss) per step.
 
-    With `clip`, the pessimistic variant: the larger of this error and that of the value clipped to `old` ± clip.
+    With `clip`, the pessimistic variant: the larger of this error and that of the value clipped to its old ± clip.
     """
 
     def errors(values: Tensor) -> Tensor:
@@ -140,8 +138,6 @@ def value_errors(
 
     if clip is None:
         return errors(values)
-    if old is None:
-        raise BadValueError("clipping values needs the old ones, from a pass at the weights before the update")
     return torch.maximum(errors(values), errors(old + (values - old).clamp(-clip, clip)))
 
 

@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from esper.leyline import BadValueError, EsperError, UnknownNameError
+from esper.leyline import BadValueError, EsperError
 from esper.leyline.numbers import require_whole
 from esper.simic.agent import losses
 from esper.simic.agent.adam import FusedAdamW
-from esper.simic.agent.config import (
-    ADAM_EPS,
-    COMPILE_MODES,
-    FAILURES_ALLOWED,
-    GAP_REFUSED,
-    KL_STOP,
-    NORM_EPS,
-    CompileMode,
-    PPOConfig,
-)
+from esper.simic.agent.config import ADAM_EPS, FAILURES_ALLOWED, GAP_REFUSED, KL_STOP, NORM_EPS, CompileMode, PPOConfig
 from esper.simic.agent.metrics import MinibatchRecord, PPOUpdateMetrics, UpdateObserver, summarise
 from esper.simic.agent.minibatch import Minibatch, PreparedRound, Reference, gather_inputs, prepare_round
 from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
@@ -77,19 +68,17 @@ class PPOAgent:
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.observations = ObservationNormalizer(layout.columns(), device=self.device)
         self.returns = ReturnNormalizer(tasks, device=self.device)
-        named = sorted(self.network.named_parameters(), key=lambda item: item[0].startswith("critic"))
-        others = [weight for name, weight in named if not name.startswith("critic")]
-        critic = [weight for name, weight in named if name.startswith("critic")]
-        self._weights: list[Parameter] = [*others, *critic]
-        self.optimizer = FusedAdamW(
-            [{"params": others, "weight_decay": 0.0}, {"params": critic, "weight_decay": self.config.critic_decay}],
-            lr=self.config.rate,
-            eps=ADAM_EPS,
-            fused=True,
-        )
-        owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name, _ in named]
-        self._owners = torch.tensor(owners, device=self.device)
-        """(weights, heads) bool: which weights belong to which head."""
+        named = list(self.network.named_parameters())
+        others = {name: weight for name, weight in named if not name.startswith("critic")}
+        critic = {name: weight for name, weight in named if name.startswith("critic")}
+        self._weights: list[Parameter] = [*others.values(), *critic.values()]
+        groups = [
+            {"params": [*weights.values()], "weight_decay": decay}
+            for weights, decay in ((others, 0.0), (critic, self.config.critic_decay))
+        ]
+        self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
+        owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
+        self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head
         self._encode: Callable[[Tensor], Encoded]
         self._decide: Callable[..., Decision]
         self.compile(self.config.compile)
@@ -110,24 +99,22 @@ class PPOAgent:
         Shapes are dynamic because rounds differ in their sequences, so there are no CUDA graphs. The network itself is
         unchanged, so checkpoints do not depend on this.
         """
-        if mode not in COMPILE_MODES:
-            raise UnknownNameError("compile mode", mode, COMPILE_MODES)
         self.compile_mode: CompileMode = mode
         self._encode, self._decide = self.network.encode, self.network.decide
         if mode != "off":
             self._encode = torch.compile(self.network.encode, mode=mode, dynamic=True)
             self._decide = torch.compile(self.network.decide, mode=mode, dynamic=True)
 
-    def _or_eager(self, work: Callable[[], T]) -> T:
+    def _or_eager(self, work: Callable[..., T], *arguments: object, **settings: object) -> T:
         """Do the work. If the compiler fails, warn, return to eager mode and do it again."""
         try:
-            return work()
+            return work(*arguments, **settings)
         except Exception as error:
             if self.compile_mode == "off" or not type(error).__module__.startswith(COMPILERS):
                 raise
             warnings.warn(f"torch.compile failed, continuing without it: {error}", RuntimeWarning, stacklevel=3)
             self.compile("off")
-            return work()
+            return work(*arguments, **settings)
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Normalise raw observations (n, size) on the agent's device."""
@@ -164,7 +151,6 @@ class PPOAgent:
         return decision, values, hidden_state
 
     def _explain(self, observations: Tensor, decision: Decision) -> None:
-        """Raise an error that names the cause."""
         if len(bad := (~observations.isfinite()).nonzero()):
             env, column = bad[0].tolist()
             name = self.layout.column_names[int(self.layout.columns()[column])]
@@ -204,7 +190,7 @@ class PPOAgent:
         self._check(buffer)
         sequences = buffer.sequences()
         partition = self._partition(buffer, sequences)
-        reference = self._or_eager(lambda: self._reference(buffer, partition))
+        reference = self._or_eager(self._reference, buffer, partition)
         prepared = prepare_round(buffer, reference, self.returns, config, len(partition))
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(progress)
@@ -219,7 +205,8 @@ class PPOAgent:
             for batches in partition:
                 if not epoch or len(partition) > 1:  # a round in a single minibatch is gathered once
                     pieces = [prepared.minibatch(batch) for batch in batches]
-                record, kl = self._differentiate(prepared, pieces, measured=regularised or not epoch)
+                measured = regularised or not epoch
+                record, kl = self._or_eager(self._differentiate, prepared, pieces, measured=measured)
                 if config.target_kl is not None:
                     halted = halted | ~(kl <= KL_STOP * config.target_kl)
                 if observer is not None:
@@ -237,7 +224,6 @@ class PPOAgent:
         return metrics
 
     def _check(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Raise unless the buffer holds a round of this agent."""
         if buffer.table != self.table:
             sizes, expected = ({head.name: head.size for head in table.heads} for table in (buffer.table, self.table))
             remark = "; their masks or uses differ" if sizes == expected else ""
@@ -288,22 +274,18 @@ class PPOAgent:
         self, prepared: PreparedRound, pieces: list[Minibatch], *, measured: bool
     ) -> tuple[MinibatchRecord, Tensor]:
         """Gradients of a minibatch, accumulated over its pieces; its record, and the joint action's KL."""
-
-        def accumulate() -> tuple[MinibatchRecord, Tensor]:
-            for weight in self._weights:
-                weight.grad = None
-            log_ratios: list[Tensor] = []
-            figures: dict[str, Tensor] = {}
-            for piece in pieces:
-                loss, log_ratio, terms = self._loss(prepared, piece, measured=measured)
-                loss.backward()
-                log_ratios.append(log_ratio.detach())
-                for name, term in terms.items():
-                    figures[name] = figures[name] + term.detach() if name in figures else term.detach()
-            kl = figures.pop("kl")
-            return MinibatchRecord(torch.cat(log_ratios), torch.cat([piece.decided for piece in pieces]), figures), kl
-
-        return self._or_eager(accumulate)
+        for weight in self._weights:
+            weight.grad = None
+        log_ratios: list[Tensor] = []
+        figures: dict[str, Tensor] = {}
+        for piece in pieces:
+            loss, log_ratio, terms = self._loss(prepared, piece, measured=measured)
+            loss.backward()
+            log_ratios.append(log_ratio.detach())
+            for name, term in terms.items():
+                figures[name] = figures[name] + term.detach() if name in figures else term.detach()
+        kl = figures.pop("kl")
+        return MinibatchRecord(torch.cat(log_ratios), torch.cat([piece.decided for piece in pieces]), figures), kl
 
     def _loss(
         self, prepared: PreparedRound, piece: Minibatch, *, measured: bool
@@ -321,12 +303,9 @@ class PPOAgent:
             sums = losses.joint_surrogate(log_ratio, decided, piece.advantages[:, 0], clip)
             policy_loss = sums * prepared.per_decision
         else:
-            policy_loss = (
-                losses.masked_sum(losses.surrogate(ratio, piece.advantages, clip), decided) @ prepared.per_head
-            )
-        errors = losses.value_errors(
-            values, piece.targets, old=piece.values, clip=config.value_clip, huber=config.huber
-        )
+            sums = losses.masked_sum(losses.surrogate(ratio, piece.advantages, clip), decided)
+            policy_loss = sums @ prepared.per_head
+        errors = losses.value_errors(values, piece.targets, piece.values, clip=config.value_clip, huber=config.huber)
         value_loss = (errors @ piece.weights) * prepared.per_weight
         loss = policy_loss + config.value_coefficient * value_loss
         with torch.no_grad():

@@ -83,10 +83,8 @@ class TamiyoRolloutBuffer:
         self.lengths = self._zeros(n_envs, dtype=torch.long)
         self.hidden_state: HiddenState = (self._zeros(n_envs, hidden), self._zeros(n_envs, hidden))
         self.tasks = self._zeros(n_envs, dtype=torch.long) if tasks is None else tasks.to(self.device)
-        """(n_envs,): the task of each env."""
         _check("tasks", self.tasks, self.lengths, (n_envs,))
-        self.epsilon = 0.0
-        """Share of uniform choices in this round."""
+        self.epsilon = 0.0  # share of uniform choices in this round
         self._lengths = [0] * n_envs
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
