@@ -42,10 +42,12 @@ class MaskedCategorical:
         if logits.shape != mask.shape:
             raise BadValueError(f"logits of shape {tuple(logits.shape)} and a mask of shape {tuple(mask.shape)}")
         self.mask = mask
-        self.counts = mask.sum(-1)
-        """Number of legal choices (…)."""
-        if validate:
-            self._check(logits)
+        self.counts = mask.sum(-1)  # number of legal choices (…)
+        if validate and len(empty := (self.counts == 0).nonzero()):
+            where = empty[0].tolist()
+            raise EmptyMaskError(f"the mask at {where} allows none of {logits.shape[-1]} choices; allow at least one")
+        if validate and len(bad := (~logits.isfinite()).nonzero()):
+            raise BadValueError(f"the logit at {bad[0].tolist()} is not finite; check the observation and the weights")
         self.logits = logits.float().masked_fill(~mask, ILLEGAL)
         log_probs = torch.log_softmax(self.logits, -1)
         if epsilon:
@@ -53,13 +55,6 @@ class MaskedCategorical:
             share = epsilon / self.counts.clamp(min=1).unsqueeze(-1)
             log_probs = (log_probs.exp() * (1 - epsilon) + share).log().masked_fill(~mask, ILLEGAL)
         self.log_probs = log_probs
-
-    def _check(self, logits: Tensor) -> None:
-        if len(empty := (self.counts == 0).nonzero()):
-            where = empty[0].tolist()
-            raise EmptyMaskError(f"the mask at {where} allows none of {logits.shape[-1]} choices; allow at least one")
-        if len(bad := (~logits.isfinite()).nonzero()):
-            raise BadValueError(f"the logit at {bad[0].tolist()} is not finite; check the observation and the weights")
 
     @property
     def probs(self) -> Tensor:
@@ -105,12 +100,9 @@ class ActionHead:
     name: str
     size: int
     kind: HeadKind = "linear"
-    matters: tuple[bool, ...] | None = None
-    """Whether each choice of the first head uses this one; None: all do."""
-    placeholder: int = 0
-    """Its value if it is not used."""
-    given: str | None = None
-    """The earlier head on whose choice its mask depends."""
+    matters: tuple[bool, ...] | None = None  # whether each choice of the first head uses this one; None: all do
+    placeholder: int = 0  # its value if it is not used
+    given: str | None = None  # the earlier head on whose choice its mask depends
 
 
 @dataclass(frozen=True)
@@ -192,19 +184,13 @@ def growth_table(preset: HeadPreset, slots: SlotConfig) -> ActionTable:
     """The head table of a preset for a task's slots. The slot's mask depends on the op, the blueprint's on the slot."""
     kinds: dict[str, HeadKind] = {"slot": "pointer", "blueprint": "offer"}
     given = {"slot": "op", "blueprint": "slot"}
-    return ActionTable(
-        tuple(
-            ActionHead(
-                head.name,
-                head.size(len(slots), len(slots.blueprint_names)),
-                kinds.get(head.name, "linear"),
-                None if head.name == "op" else tuple(op in head.ops for op in LifecycleOp),
-                head.placeholder,
-                given.get(head.name),
-            )
-            for head in preset.heads
-        )
-    )
+    heads = []
+    for head in preset.heads:
+        size = head.size(len(slots), len(slots.blueprint_names))
+        matters = None if head.name == "op" else tuple(op in head.ops for op in LifecycleOp)
+        kind = kinds.get(head.name, "linear")
+        heads.append(ActionHead(head.name, size, kind, matters, head.placeholder, given.get(head.name)))
+    return ActionTable(tuple(heads))
 
 
 def discrete_table(sizes: Sequence[int]) -> ActionTable:

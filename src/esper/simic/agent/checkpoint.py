@@ -46,17 +46,9 @@ class SavedAgent:
 
 def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | None = None) -> None:
     """Write an agent; `extras` are frozen dataclasses to store with it."""
-    saved = SavedAgent(
-        agent.table,
-        agent.layout,
-        agent.config,
-        agent.compile_mode,
-        agent.total_updates,
-        agent.updates,
-        agent.failures,
-        len(agent.returns.statistics.mean),
-        agent.observations.frozen,
-    )
+    counters = agent.total_updates, agent.updates, agent.failures, len(agent.returns.statistics.mean)
+    made_of = agent.table, agent.layout, agent.config, agent.compile_mode
+    saved = SavedAgent(*made_of, *counters, agent.observations.frozen)
     content = {"agent": encode(saved), **{name: encode(value) for name, value in (extras or {}).items()}}
     write_stored(folder, AGENT, content, agent_tensors(agent))
 

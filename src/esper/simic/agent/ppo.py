@@ -72,10 +72,8 @@ class PPOAgent:
         others = {name: weight for name, weight in named if not name.startswith("critic")}
         critic = {name: weight for name, weight in named if name.startswith("critic")}
         self._weights: list[Parameter] = [*others.values(), *critic.values()]
-        groups = [
-            {"params": [*weights.values()], "weight_decay": decay}
-            for weights, decay in ((others, 0.0), (critic, self.config.critic_decay))
-        ]
+        decayed = {"params": [*critic.values()], "weight_decay": self.config.critic_decay}
+        groups = [{"params": [*others.values()], "weight_decay": 0.0}, decayed]
         self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
         owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
         self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head

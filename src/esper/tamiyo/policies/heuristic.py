@@ -100,26 +100,19 @@ class HeuristicTamiyo:
         self.config = config if config is not None else HeuristicConfig()
 
     def initial_state(self, seeds: list[int]) -> HeuristicState:
-        """No accuracy to exceed, nothing tried."""
-        n, offers = len(seeds), (len(self.slots), len(self.slots.blueprint_names))
-        return HeuristicState(
-            torch.full((n,), -torch.inf), torch.zeros(n, dtype=torch.long), torch.zeros((n, *offers), dtype=torch.bool)
-        )
+        level, since = torch.full((len(seeds),), -torch.inf), torch.zeros(len(seeds), dtype=torch.long)
+        tried = torch.zeros((len(seeds), len(self.slots), len(self.slots.blueprint_names)), dtype=torch.bool)
+        return HeuristicState(level, since, tried)
 
     def act(self, view: PolicyView, state: HeuristicState, uniform: Tensor) -> tuple[Tensor, HeuristicState]:
-        """The first rule that applies."""
         hosts = view.signals.hosts
         level, since, tried = (part.to(uniform.device, non_blocking=True) for part in state)
         rising = hosts.accuracy > level + self.config.plateau
         level = hosts.accuracy.where(rising, level)
         since = (since + 1).where(~rising, 0)
         left = steps_left(hosts, view.step)
-        rules = [
-            *self._judge_held(view, left),
-            *self._judge_trained(view, left),
-            self._germinate(view, left, since, tried),
-        ]
-        actions = take_first(self.table, view.masks, rules)
+        rules = [*self._judge_held(view, left), *self._judge_trained(view, left)]
+        actions = take_first(self.table, view.masks, [*rules, self._germinate(view, left, since, tried)])
         op, slot, blueprint = (actions[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
         env = torch.arange(len(op), device=op.device)
         tried = tried.index_put((env, slot, blueprint), tried[env, slot, blueprint] | (op == LifecycleOp.GERMINATE))
@@ -153,7 +146,6 @@ class HeuristicTamiyo:
         )
 
     def _germinate(self, view: PolicyView, left: Tensor, since: Tensor, tried: Tensor) -> Proposal:
-        """On a plateau, the best offer."""
         config, stage = self.config, view.signals.slots.stage
         in_progress = sum((stage == each).sum(-1) for each in IN_PROGRESS)
         due = (since >= config.patience) & (left >= config.germinate_left) & (in_progress < config.at_once)

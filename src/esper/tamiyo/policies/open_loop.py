@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
 from esper.leyline.numbers import require_whole
@@ -26,7 +27,6 @@ class WaitPolicy:
         """None."""
 
     def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
-        """WAIT."""
         wait = torch.full((len(uniform),), LifecycleOp.WAIT, device=uniform.device)
         return complete(self.table, view.masks, wait, wait, wait), None
 
@@ -41,7 +41,6 @@ class RandomPolicy:
         """None."""
 
     def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
-        """One draw per head."""
         self.table.check_masks(view.masks, len(uniform))
         chosen: dict[str, Tensor] = {}
         used: Tensor | None = None
@@ -65,10 +64,8 @@ class PlannedSeed:
 
     slot: str
     blueprint: str
-    germinate_at: int
-    """Step, from 0."""
-    advance_after: int = 3
-    """Steps from germination to blending; the gates of the lifecycle need three."""
+    germinate_at: int  # step, from 0
+    advance_after: int = 3  # steps from germination to blending; the gates of the lifecycle need three
 
     def __post_init__(self) -> None:
         require_whole("germinate_at", self.germinate_at, 0)
@@ -148,21 +145,16 @@ class SchedulePolicy:
         plans = [self.plan] * len(seeds) if isinstance(self.plan, Plan) else self.plan
         if len(plans) != len(seeds):
             raise BadValueError(f"got {len(plans)} plans for {len(seeds)} envs; pass one plan, or one per env")
-        names = self.slots.blueprint_names
+        names, slot_of = self.slots.blueprint_names, self.slots.index
         rows = [
-            [
-                (1, self.slots.index(seed.slot), names.index(seed.blueprint), seed.germinate_at, seed.advance_after)
-                for seed in plan.seeds
-            ]
+            [(1, slot_of(s.slot), names.index(s.blueprint), s.germinate_at, s.advance_after) for s in plan.seeds]
             for plan in plans
         ]
-        longest = max((len(row) for row in rows), default=0) or 1
-        padded = [row + [(0, 0, 0, 0, 0)] * (longest - len(row)) for row in rows]
-        planned, *rest = torch.tensor(padded, dtype=torch.long).reshape(len(plans), longest, 5).unbind(-1)
+        padded = pad_sequence([torch.tensor(row or [[0] * 5]) for row in rows], batch_first=True)
+        planned, *rest = padded.unbind(-1)
         return PlanTensors(planned.bool(), *rest)
 
     def act(self, view: PolicyView, state: PlanTensors, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
-        """The next step that is due."""
         plans = PlanTensors(*(part.to(uniform.device, non_blocking=True) for part in state))
         return follow(self.table, view, plans), plans
 
