@@ -117,10 +117,7 @@ class ObservationNormalizer:
 
 
 class RewardNormalizer:
-    """Divides rewards by the standard deviation of their task's discounted returns so far, without centring.
-
-    Rewards of a task are unchanged until its returns have differed.
-    """
+    """Divides rewards, uncentred, by the deviation of their task's discounted returns, once these have differed."""
 
     def __init__(
         self, n_envs: int, gamma: float, tasks: Tensor | None = None, device: torch.device | str = "cpu"

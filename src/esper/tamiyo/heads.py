@@ -24,7 +24,6 @@ Masks = Mapping[str, Tensor]
 
 HeadKind = Literal["linear", "pointer", "offer"]
 """How a head is scored: by a linear layer, by pointing at slots, or by comparing the offers in the chosen slot."""
-HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 
 class EmptyMaskError(BadValueError):
@@ -125,8 +124,8 @@ class ActionTable:
         require_whole(f"head {head.name!r}: size", head.size, 1)
         if head.placeholder not in range(head.size):
             raise BadValueError(f"head {head.name!r}: placeholder {head.placeholder} is none of {head.size} choices")
-        if head.kind not in HEAD_KINDS:
-            raise UnknownNameError(f"kind of head {head.name!r}", head.kind, HEAD_KINDS)
+        if head.kind not in get_args(HeadKind):
+            raise UnknownNameError(f"kind of head {head.name!r}", head.kind, get_args(HeadKind))
         if head.kind == "offer" and all(other.kind != "pointer" for other in earlier):
             raise BadValueError(f"head {head.name!r} compares offers in a slot; put a pointer head before it")
         if head.matters is not None and len(head.matters) != self.heads[0].size:

@@ -181,8 +181,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         zero = self.critic_out.weight.new_zeros((n, self.config.hidden))
         return zero, zero.clone()
 
-    # -- from observation to core -------------------------------------------------------------------------------------
-
     def encode(self, flat: Tensor) -> Encoded:
         """Encode observations (n, size), each on its own."""
         host, slots, offers, critic = self.layout.split(flat)
@@ -217,8 +215,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
         # Not core[positions]: its gradient is scattered one number at a time.
         return core if stretches.positions is None else core.index_select(0, stretches.positions)
-
-    # -- from core to action and value --------------------------------------------------------------------------------
 
     def value(self, core: Tensor, encoded: Encoded) -> Tensor:
         """(n,): the normalised value."""

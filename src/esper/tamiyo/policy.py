@@ -1,7 +1,4 @@
-"""What a policy receives, which actions are legal, and how rules become actions.
-
-Everything here works on a whole fleet at once.
-"""
+"""What a policy receives, which actions are legal, and how rules become actions, for a whole fleet at once."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -79,9 +76,7 @@ def check_slots(table: ActionTable, slots: SlotConfig) -> None:
     """Raise unless the table was made for these slots."""
     for name, expected in {"slot": len(slots), "blueprint": len(slots.blueprint_names)}.items():
         if (size := table.heads[table.index(name)].size) != expected:
-            raise BadValueError(
-                f"head {name!r} has {size} choices for {expected} {name}s; make the table for these slots"
-            )
+            raise BadValueError(f"head {name!r} has {size} choices for {expected} {name}s; make a table for them")
 
 
 def used_heads(table: ActionTable, op: Tensor) -> Tensor:

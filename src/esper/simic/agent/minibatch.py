@@ -84,10 +84,7 @@ def prepare_round(
     config: PPOConfig,
     minibatches: int,
 ) -> PreparedRound:
-    """Advantages, returns and targets of a round.
-
-    Updates the statistics of returns, unless the round is refused or a return is not finite.
-    """
+    """Advantages and targets of a round. Statistics of returns are updated if it is accepted and all are finite."""
     forced = ~reference.decided.any(-1)
     cells = (buffer.rewards, buffer.values, buffer.ends, buffer.bootstraps, forced.view_as(buffer.ends))
     estimates = losses.compute_gae(*cells, buffer.lengths, gamma=config.gamma, lam=config.lam)

@@ -92,11 +92,8 @@ class PPOAgent:
         return self.config.explore_at(self.progress)
 
     def compile(self, mode: CompileMode) -> None:
-        """Compile encoder and heads for the update, or return to eager mode. `act` is always eager.
-
-        Shapes are dynamic because rounds differ in their sequences, so there are no CUDA graphs. The network itself is
-        unchanged, so checkpoints do not depend on this.
-        """
+        """Compile encoder and heads for the update, or return to eager mode. `act` is always eager. Shapes are dynamic
+        because rounds differ in their sequences, so there are no CUDA graphs. Checkpoints do not depend on this."""
         self.compile_mode: CompileMode = mode
         self._encode, self._decide = self.network.encode, self.network.decide
         if mode != "off":
@@ -117,8 +114,6 @@ class PPOAgent:
     def normalise(self, raw: Tensor) -> Tensor:
         """Normalise raw observations (n, size) on the agent's device."""
         return self.observations(raw) if self.config.normalise_observations else raw
-
-    # -- acting -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def act(
@@ -177,13 +172,8 @@ class PPOAgent:
         values = self.values_of(self.network.value(core, encoded), buffer.cell_tasks[batch.cells])
         buffer.values.view(-1)[batch.cells] = values
 
-    # -- learning -----------------------------------------------------------------------------------------------------
-
     def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
-        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics).
-
-        The observer sees every minibatch and changes nothing.
-        """
+        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics)."""
         config, progress = self.config, self.progress
         self._check(buffer)
         sequences = buffer.sequences()
@@ -253,10 +243,8 @@ class PPOAgent:
         return decision, self.network.value(core, encoded)
 
     def _reference(self, buffer: TamiyoRolloutBuffer, partition: list[list[Batch]]) -> Reference:
-        """The policy before the update, on the first epoch's minibatches.
-
-        The same kernels on the same shapes make the first ratios exactly 1. (Without autograd the LSTM uses another.)
-        """
+        """The policy before the update, on the first epoch's minibatches: the same kernels on the same shapes make the
+        first ratios exactly 1. (Without autograd the LSTM uses another kernel.)"""
         log_probs = torch.zeros_like(buffer.log_probs).flatten(0, 1)
         decided = torch.zeros_like(log_probs, dtype=torch.bool)
         values = torch.zeros_like(log_probs[:, 0])
@@ -288,10 +276,7 @@ class PPOAgent:
     def _loss(
         self, prepared: PreparedRound, piece: Minibatch, *, measured: bool
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss of a piece, its log-ratios, and its share of the minibatch's loss terms and KL.
-
-        Every mean divides by the count over the whole round × 1/minibatches, whatever the size of the minibatch.
-        """
+        """The loss of a piece, its log-ratios, and its share of the minibatch's loss terms and KL."""
         config, decided = self.config, piece.decided
         entropy_coefficient, clip = config.entropy_at(self.progress), config.clip_at(self.progress)
         inputs = (piece.observations, piece.masks, piece.actions, piece.batch)

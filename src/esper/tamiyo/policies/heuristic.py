@@ -25,7 +25,6 @@ from esper.tamiyo.policy import PolicyView, Proposal, check_slots, propose, take
 from esper.tamiyo.signals import HostView
 
 OfferChoice = Literal["net", "per_cost", "worth"]
-OFFER_CHOICES: tuple[OfferChoice, ...] = get_args(OfferChoice)
 
 IN_PROGRESS = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
 COST_FLOOR = 1e-2
@@ -79,8 +78,8 @@ class HeuristicConfig:
         for name in ("plateau", "cost_weight", "errors", "rent"):
             if getattr(self, name) < 0:
                 raise BadValueError(f"{name} {getattr(self, name)!r} is below 0")
-        if self.choice not in OFFER_CHOICES:
-            raise UnknownNameError("choice of blueprints", self.choice, OFFER_CHOICES)
+        if self.choice not in get_args(OfferChoice):
+            raise UnknownNameError("choice of blueprints", self.choice, get_args(OfferChoice))
 
 
 class HeuristicState(NamedTuple):

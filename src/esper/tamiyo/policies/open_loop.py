@@ -104,10 +104,7 @@ class PlanTensors(NamedTuple):
 
 
 def follow(table: ActionTable, view: PolicyView, plans: PlanTensors) -> Tensor:
-    """Actions (N, heads): the legal step of each plan that has been due for longest; ties in the order of the plan.
-
-    A seed is germinated once. One that the governor cut is not germinated again.
-    """
+    """Actions (N, heads): the legal step of each plan that has been due for longest; ties in the order of the plan."""
     slots = view.signals.slots
     stage, age, held, tried = (
         part.gather(1, plans.slot).long() for part in (slots.stage, slots.age, slots.steps_in_stage, slots.tried)
@@ -117,6 +114,7 @@ def follow(table: ActionTable, view: PolicyView, plans: PlanTensors) -> Tensor:
     op = op.masked_fill(training, LifecycleOp.ADVANCE).masked_fill(holding, LifecycleOp.FOSSILIZE)
     due = plans.germinate_at.where(~training, view.step - age + plans.advance_after)
     due = due.where(~holding, view.step - held)
+    # A seed is germinated once; one that the governor cut is not germinated again.
     waits = ((stage == SeedStage.DORMANT) & (tried == 0)) | training | holding
     masks, env = view.masks, torch.arange(len(op), device=op.device)[:, None]
     offered = masks["blueprint"][env, plans.slot, plans.blueprint] | (op != LifecycleOp.GERMINATE)
