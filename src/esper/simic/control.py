@@ -9,8 +9,7 @@ from torch import Tensor
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_share, require_whole
 
-VARIANCE_FLOOR = 1e-8
-"""A constant column is divided by 1e-4 instead of 0."""
+VARIANCE_FLOOR = 1e-8  # a constant column is divided by 1e-4 instead of 0
 
 
 class RunningMeanStd:
@@ -86,8 +85,7 @@ class RunningMeanStd:
         )
 
 
-CLIP = 10.0
-"""Normalised observations and rewards are clipped to ± 10 standard deviations."""
+CLIP = 10.0  # normalised observations and rewards are clipped to ± 10 standard deviations
 
 
 class ObservationNormalizer:

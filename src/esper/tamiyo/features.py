@@ -76,8 +76,7 @@ def vector_layout(size: int) -> ObservationLayout:
     return ObservationLayout(host=tuple(f"x{index}" for index in range(size)))
 
 
-LIMIT = 10.0
-"""Columns lie within ± this."""
+LIMIT = 10.0  # columns lie within ± this
 BLUEPRINT = "blueprint"
 """Prefix of the columns that say what grows in a slot. The task's blueprints name them."""
 

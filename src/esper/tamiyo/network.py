@@ -22,15 +22,13 @@ from esper.leyline.numbers import require_positive, require_whole
 from esper.tamiyo.features import ObservationLayout
 from esper.tamiyo.heads import ActionHead, ActionTable, MaskedCategorical, Masks, pick
 
-HiddenState = tuple[Tensor, Tensor]
-"""The LSTM's state: hidden and cell, (n, hidden) each."""
+HiddenState = tuple[Tensor, Tensor]  # the LSTM's state: hidden and cell, (n, hidden) each
 
 FORGET_BIAS = 1.0
 """The forget gate starts open, so that the state lasts a few dozen steps from the first update on."""
 CHOICE_STD = 0.1
 """Standard deviation of the initial embeddings of choices: small, so that they do not drown the state."""
-MIN_WIDTH = 4
-"""A narrower ReLU layer may start with all units off."""
+MIN_WIDTH = 4  # a narrower ReLU layer may start with all units off
 
 
 @dataclass(frozen=True)

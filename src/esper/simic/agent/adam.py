@@ -23,10 +23,10 @@ class FusedAdamW(torch.optim.AdamW):
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, [1 - self.skip] * len(steps))
             gradients = [weight.grad for weight in weights]
-            moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
             settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
             settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "found_inf": self.skip}
-            torch._fused_adamw_(weights, gradients, *moments, [], steps, **settings)
+            torch._fused_adamw_(weights, gradients, first, second, [], steps, **settings)
 
     def _begin(self, weight: Tensor) -> dict[str, Tensor]:
         zeros = (torch.zeros((), device=weight.device), torch.zeros_like(weight), torch.zeros_like(weight))

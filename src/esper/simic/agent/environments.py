@@ -17,10 +17,8 @@ from esper.tamiyo import ActionTable, ObservationLayout, discrete_table, vector_
 if TYPE_CHECKING:
     import gymnasium
 
-Info = dict[str, Any]  # Any: what an environment puts there
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
-RESET_SEEDS = 2**31
-"""Environments take seeds below this."""
+RESET_SEEDS = 2**31  # environments take seeds below this
 
 
 class SpaceError(BadValueError):
@@ -128,7 +126,7 @@ class EnvBatch:
         self.returns[index] = 0.0
         self._write(index, observation, info)
 
-    def _write(self, index: int, observation: Any, info: Info) -> None:  # Any: as the environment gives it
+    def _write(self, index: int, observation: Any, info: dict[str, Any]) -> None:  # Any: as the environment gives it
         env, mask = self.envs[index], info.get("action_mask")
         if "action_mask" not in info and env.has_wrapper_attr("action_masks"):
             mask = env.get_wrapper_attr("action_masks")()

@@ -23,8 +23,7 @@ from esper.tamiyo.network import HiddenState
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RECENT = 100
-"""Episodes in the mean return that the progress bar shows."""
+RECENT = 100  # episodes in the mean return that the progress bar shows
 EVALUATED_AT_ONCE = 16
 
 

@@ -77,8 +77,6 @@ class PPOAgent:
         self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
         owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
         self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head
-        self._encode: Callable[[Tensor], Encoded]
-        self._decide: Callable[..., Decision]
         self.compile(self.config.compile)
 
     @property
@@ -95,7 +93,8 @@ class PPOAgent:
         """Compile encoder and heads for the update, or return to eager mode. `act` is always eager. Shapes are dynamic
         because rounds differ in their sequences, so there are no CUDA graphs. Checkpoints do not depend on this."""
         self.compile_mode: CompileMode = mode
-        self._encode, self._decide = self.network.encode, self.network.decide
+        self._encode: Callable[[Tensor], Encoded] = self.network.encode
+        self._decide: Callable[..., Decision] = self.network.decide
         if mode != "off":
             self._encode = torch.compile(self.network.encode, mode=mode, dynamic=True)
             self._decide = torch.compile(self.network.decide, mode=mode, dynamic=True)

@@ -25,10 +25,10 @@ from esper.tamiyo.policy import PolicyView, Proposal, check_slots, propose, take
 from esper.tamiyo.signals import HostView
 
 OfferChoice = Literal["net", "per_cost", "worth"]
+OFFER_CHOICES: tuple[OfferChoice, ...] = get_args(OfferChoice)
 
 IN_PROGRESS = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
-COST_FLOOR = 1e-2
-"""Lower bound of costs, in hosts, so that a free seed is not infinitely good."""
+COST_FLOOR = 1e-2  # lower bound of costs, in hosts, so that a free seed is not infinitely good
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class HeuristicConfig:
         for name in ("plateau", "cost_weight", "errors", "rent"):
             if getattr(self, name) < 0:
                 raise BadValueError(f"{name} {getattr(self, name)!r} is below 0")
-        if self.choice not in get_args(OfferChoice):
-            raise UnknownNameError("choice of blueprints", self.choice, get_args(OfferChoice))
+        if self.choice not in OFFER_CHOICES:
+            raise UnknownNameError("choice of blueprints", self.choice, OFFER_CHOICES)
 
 
 class HeuristicState(NamedTuple):
