@@ -9,6 +9,8 @@ from torch import Tensor
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_share, require_whole
 
+__all__ = ["ObservationNormalizer", "ReturnNormalizer", "RewardNormalizer", "RunningMeanStd"]
+
 VARIANCE_FLOOR = 1e-8  # a constant column is divided by 1e-4 instead of 0
 
 
