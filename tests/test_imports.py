@@ -241,7 +241,7 @@ def test_exported_names_are_used() -> None:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 public = ast.literal_eval(node.value)
                 taken = {found.name for found in module.imports} | {
-                    found.target.rsplit(".", 1)[1] for found in module.imports if found.name is None
+                    found.target.rsplit(".", 1)[-1] for found in module.imports if found.name is None
                 }
                 assert len(public) == len(set(public)), name
                 assert set(public) <= taken | _defined(module), name

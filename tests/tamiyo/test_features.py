@@ -352,10 +352,9 @@ def test_permuting_slots_permutes_their_columns(order: list[int], seed: int) -> 
         offers=over(signals.offers, lambda part: part[:, order]),
     )
     before, after = (layout.split(signals_to_features(given, layout)) for given in (signals, moved))
-    assert torch.equal(after.host, before.host)
-    assert torch.equal(after.slots, before.slots[:, order])
-    assert torch.equal(after.offers, before.offers[:, order])
-    assert torch.equal(after.critic, before.critic)
+    host, by_slot, offers, critic = before
+    for part, expected in zip(after, (host, by_slot[:, order], offers[:, order], critic), strict=True):
+        assert torch.equal(part, expected)
 
 
 def test_the_control_changes_only_the_critic() -> None:

@@ -54,7 +54,7 @@ def test_parts_that_do_not_exist_are_empty() -> None:
     assert host.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert [tuple(part.shape) for part in (slots, offers, critic)] == [(2, 0, 0), (2, 0, 0, 0), (2, 0)]
     layout = ObservationLayout(host=(), slot=("width",), slots=3, blueprints=4)
-    assert tuple(layout.split(torch.zeros(2, 3)).offers.shape) == (2, 3, 4, 0)
+    assert tuple(layout.split(torch.zeros(2, 3))[2].shape) == (2, 3, 4, 0)
 
 
 def test_slots_share_their_statistics() -> None:

@@ -3,38 +3,30 @@
 Threads: nothing here is locked; only the thread of the training loop may use it.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, UnknownNameError
+from esper.leyline import BadValueError
 from esper.leyline.numbers import require_share, require_whole
 
 __all__ = ["ObservationNormalizer", "ReturnNormalizer", "RewardNormalizer", "RunningMeanStd"]
 
-StatisticsMode = Literal["running", "ema"]
-VARIANCE_FLOOR = 1e-8
-"""A constant column is divided by 1e-4 instead of 0."""
+VARIANCE_FLOOR = 1e-8  # a constant column is divided by 1e-4 instead of 0
 
 
 class RunningMeanStd:
-    """Mean and variance of `size` columns, over all values or as an exponential moving average.
+    """Mean and variance of `size` columns: over all values, or with a momentum as an exponential moving average.
 
     With momentum m, batch mean b and batch variance w, the moving average is that of the mixture of both, including
     the variance between them: mean ← mean + m·(b − mean), var ← (1−m)·var + m·w + m·(1−m)·(b − mean)².
     """
 
-    def __init__(
-        self, size: int, mode: StatisticsMode = "running", momentum: float = 0.1, device: torch.device | str = "cpu"
-    ) -> None:
-        if mode not in ("running", "ema"):
-            raise UnknownNameError("statistics mode", mode, ("running", "ema"))
-        require_share("momentum", momentum)
-        self.mode, self.momentum = mode, momentum
+    def __init__(self, size: int, momentum: float | None = None, device: torch.device | str = "cpu") -> None:
+        if momentum is not None:
+            require_share("momentum", momentum)
+        self.momentum = momentum
         self.mean = torch.zeros(size, dtype=torch.float64, device=device)
-        self.var = torch.ones(size, dtype=torch.float64, device=device)
-        self.count = torch.zeros(size, dtype=torch.float64, device=device)
+        self.var, self.count = torch.ones_like(self.mean), torch.zeros_like(self.mean)
         self._moments: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, values: Tensor) -> None:
@@ -59,9 +51,8 @@ class RunningMeanStd:
         self._merge(count, mean, var)
 
     def _merge(self, count: Tensor, mean: Tensor, var: Tensor) -> None:
-        """Update with batches of `count` values with these moments, one per column; columns with count 0 stay."""
         share = count / (self.count + count)
-        if self.mode == "ema":
+        if self.momentum is not None:
             # The first batch counts fully. (`torch.where` of two numbers would be in float32.)
             share = torch.full_like(share, self.momentum).where(self.count > 0, 1.0)
         filled, gap = count > 0, mean - self.mean
@@ -83,26 +74,20 @@ class RunningMeanStd:
 
     def reset(self) -> None:
         """Return to the initial state."""
-        self.mean, self.var, self.count = (torch.zeros_like(self.mean), torch.ones_like(self.var), self.count * 0)
+        self.mean, self.var, self.count = torch.zeros_like(self.mean), torch.ones_like(self.var), self.count * 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the tensors, for a checkpoint."""
         return {"mean": self.mean.clone(), "var": self.var.clone(), "count": self.count.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a checkpoint. A state with other names or sizes raises and changes nothing."""
-        shapes, own = (
-            {name: tuple(value.shape) for name, value in each.items()} for each in (state, self.state_dict())
-        )
-        if shapes != own:
-            raise BadValueError(f"statistics of shapes {own} cannot be restored from {shapes}")
+        """Restore copies of the tensors of `state_dict`."""
         self.mean, self.var, self.count = (
             state[name].to(self.mean.device, torch.float64, copy=True) for name in ("mean", "var", "count")
         )
 
 
-CLIP = 10.0
-"""Normalised observations and rewards are clipped to ± 10 standard deviations."""
+CLIP = 10.0  # normalised observations and rewards are clipped to ± 10 standard deviations
 
 
 class ObservationNormalizer:
@@ -132,10 +117,7 @@ class ObservationNormalizer:
 
 
 class RewardNormalizer:
-    """Divides rewards by the standard deviation of their task's discounted returns so far, without centring.
-
-    Rewards of a task are unchanged until its returns have differed.
-    """
+    """Divides rewards, uncentred, by the deviation of their task's discounted returns, once these have differed."""
 
     def __init__(
         self, n_envs: int, gamma: float, tasks: Tensor | None = None, device: torch.device | str = "cpu"
@@ -168,7 +150,7 @@ class ReturnNormalizer:
     """Mean and scale of returns per task, the units of the critic."""
 
     def __init__(self, tasks: int = 1, device: torch.device | str = "cpu") -> None:
-        self.statistics = RunningMeanStd(tasks, "ema", device=device)
+        self.statistics = RunningMeanStd(tasks, momentum=0.1, device=device)
 
     def update(self, returns: Tensor, tasks: Tensor, chosen: Tensor | None = None) -> None:
         """Update the statistics with returns (n,) of tasks (n,). `chosen` (n,) limits which rows count."""

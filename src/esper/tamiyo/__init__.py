@@ -1,6 +1,6 @@
 """Decisions: observations, masks, heads and the policy's network."""
 
-from esper.tamiyo.features import Observation, ObservationLayout, growth_layout, signals_to_features, vector_layout
+from esper.tamiyo.features import ObservationLayout, growth_layout, signals_to_features, vector_layout
 from esper.tamiyo.heads import ActionHead, ActionTable, EmptyMaskError, MaskedCategorical, discrete_table, growth_table
 from esper.tamiyo.network import Decision, FactoredRecurrentActorCritic, NetworkConfig
 from esper.tamiyo.policy import Policy, PolicyView, growth_masks
@@ -14,7 +14,6 @@ __all__ = [
     "FactoredRecurrentActorCritic",
     "MaskedCategorical",
     "NetworkConfig",
-    "Observation",
     "ObservationLayout",
     "Policy",
     "PolicyView",

@@ -12,19 +12,6 @@ from esper.leyline.numbers import require_whole
 from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, TrainingSignals
 
 
-class Observation(NamedTuple):
-    """The parts of a flat observation, with its leading axes."""
-
-    host: Tensor
-    """(…, host columns)"""
-    slots: Tensor
-    """(…, slots, slot columns)"""
-    offers: Tensor
-    """(…, slots, blueprints, offer columns)"""
-    critic: Tensor
-    """(…, critic columns): hidden from the actor"""
-
-
 @dataclass(frozen=True)
 class ObservationLayout:
     """Column names, and the number of slots and blueprints. A plain vector has only host columns."""
@@ -59,15 +46,12 @@ class ObservationLayout:
         """Numbers in a flat observation."""
         return sum(self.sizes)
 
-    def split(self, flat: Tensor) -> Observation:
-        """Views of the parts of a flat observation (…, size)."""
+    def split(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Views of the host's columns (…, columns) of flat observations (…, size), of those of slots (…, S, columns),
+        of offers (…, S, B, columns), and of the critic, which are hidden from the actor."""
         host, slots, offers, critic = flat.split(self.sizes, -1)
-        return Observation(
-            host,
-            slots.unflatten(-1, (self.slots, len(self.slot))),
-            offers.unflatten(-1, (self.slots, self.blueprints, len(self.offer))),
-            critic,
-        )
+        slots = slots.unflatten(-1, (self.slots, len(self.slot)))
+        return host, slots, offers.unflatten(-1, (self.slots, self.blueprints, len(self.offer))), critic
 
     def columns(self) -> Tensor:
         """(size,): for each number the index of its statistics. Slots share theirs, and so do offers."""
@@ -92,8 +76,7 @@ def vector_layout(size: int) -> ObservationLayout:
     return ObservationLayout(host=tuple(f"x{index}" for index in range(size)))
 
 
-LIMIT = 10.0
-"""Columns lie within ± this."""
+LIMIT = 10.0  # columns lie within ± this
 BLUEPRINT = "blueprint"
 """Prefix of the columns that say what grows in a slot. The task's blueprints name them."""
 
@@ -135,13 +118,10 @@ class SlotColumn(NamedTuple):
     """A column of `SlotView`: how it is stored, where it comes from, and how it becomes a feature."""
 
     name: str
-    scale: Scale | None = None
-    """None: a flag, which is its own feature, or an index, which becomes one-hot."""
+    scale: Scale | None = None  # None: a flag, which is its own feature, or an index, which becomes one-hot
     dtype: torch.dtype = torch.float32
-    seed: str | None = None
-    """The attribute of a seed's state that holds it, if one does."""
-    valid: str | None = None
-    """The column that says where it was measured; the feature is 0 elsewhere."""
+    seed: str | None = None  # the attribute of a seed's state that holds it, if one does
+    valid: str | None = None  # the column that says where it was measured; the feature is 0 elsewhere
 
     def feature(self, view: SlotView) -> Tensor:
         """(N, S), of any dtype."""

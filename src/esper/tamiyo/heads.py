@@ -24,7 +24,6 @@ Masks = Mapping[str, Tensor]
 
 HeadKind = Literal["linear", "pointer", "offer"]
 """How a head is scored: by a linear layer, by pointing at slots, or by comparing the offers in the chosen slot."""
-HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 
 class EmptyMaskError(BadValueError):
@@ -42,10 +41,12 @@ class MaskedCategorical:
         if logits.shape != mask.shape:
             raise BadValueError(f"logits of shape {tuple(logits.shape)} and a mask of shape {tuple(mask.shape)}")
         self.mask = mask
-        self.counts = mask.sum(-1)
-        """Number of legal choices (…)."""
-        if validate:
-            self._check(logits)
+        self.counts = mask.sum(-1)  # number of legal choices (…)
+        if validate and len(empty := (self.counts == 0).nonzero()):
+            where = empty[0].tolist()
+            raise EmptyMaskError(f"the mask at {where} allows none of {logits.shape[-1]} choices; allow at least one")
+        if validate and len(bad := (~logits.isfinite()).nonzero()):
+            raise BadValueError(f"the logit at {bad[0].tolist()} is not finite; check the observation and the weights")
         self.logits = logits.float().masked_fill(~mask, ILLEGAL)
         log_probs = torch.log_softmax(self.logits, -1)
         if epsilon:
@@ -53,13 +54,6 @@ class MaskedCategorical:
             share = epsilon / self.counts.clamp(min=1).unsqueeze(-1)
             log_probs = (log_probs.exp() * (1 - epsilon) + share).log().masked_fill(~mask, ILLEGAL)
         self.log_probs = log_probs
-
-    def _check(self, logits: Tensor) -> None:
-        if len(empty := (self.counts == 0).nonzero()):
-            where = empty[0].tolist()
-            raise EmptyMaskError(f"the mask at {where} allows none of {logits.shape[-1]} choices; allow at least one")
-        if len(bad := (~logits.isfinite()).nonzero()):
-            raise BadValueError(f"the logit at {bad[0].tolist()} is not finite; check the observation and the weights")
 
     @property
     def probs(self) -> Tensor:
@@ -105,12 +99,9 @@ class ActionHead:
     name: str
     size: int
     kind: HeadKind = "linear"
-    matters: tuple[bool, ...] | None = None
-    """Whether each choice of the first head uses this one; None: all do."""
-    placeholder: int = 0
-    """Its value if it is not used."""
-    given: str | None = None
-    """The earlier head on whose choice its mask depends."""
+    matters: tuple[bool, ...] | None = None  # whether each choice of the first head uses this one; None: all do
+    placeholder: int = 0  # its value if it is not used
+    given: str | None = None  # the earlier head on whose choice its mask depends
 
 
 @dataclass(frozen=True)
@@ -133,8 +124,8 @@ class ActionTable:
         require_whole(f"head {head.name!r}: size", head.size, 1)
         if head.placeholder not in range(head.size):
             raise BadValueError(f"head {head.name!r}: placeholder {head.placeholder} is none of {head.size} choices")
-        if head.kind not in HEAD_KINDS:
-            raise UnknownNameError(f"kind of head {head.name!r}", head.kind, HEAD_KINDS)
+        if head.kind not in get_args(HeadKind):
+            raise UnknownNameError(f"kind of head {head.name!r}", head.kind, get_args(HeadKind))
         if head.kind == "offer" and all(other.kind != "pointer" for other in earlier):
             raise BadValueError(f"head {head.name!r} compares offers in a slot; put a pointer head before it")
         if head.matters is not None and len(head.matters) != self.heads[0].size:
@@ -192,19 +183,13 @@ def growth_table(preset: HeadPreset, slots: SlotConfig) -> ActionTable:
     """The head table of a preset for a task's slots. The slot's mask depends on the op, the blueprint's on the slot."""
     kinds: dict[str, HeadKind] = {"slot": "pointer", "blueprint": "offer"}
     given = {"slot": "op", "blueprint": "slot"}
-    return ActionTable(
-        tuple(
-            ActionHead(
-                head.name,
-                head.size(len(slots), len(slots.blueprint_names)),
-                kinds.get(head.name, "linear"),
-                None if head.name == "op" else tuple(op in head.ops for op in LifecycleOp),
-                head.placeholder,
-                given.get(head.name),
-            )
-            for head in preset.heads
-        )
-    )
+    heads = []
+    for head in preset.heads:
+        size = head.size(len(slots), len(slots.blueprint_names))
+        matters = None if head.name == "op" else tuple(op in head.ops for op in LifecycleOp)
+        kind = kinds.get(head.name, "linear")
+        heads.append(ActionHead(head.name, size, kind, matters, head.placeholder, given.get(head.name)))
+    return ActionTable(tuple(heads))
 
 
 def discrete_table(sizes: Sequence[int]) -> ActionTable:

@@ -22,15 +22,13 @@ from esper.leyline.numbers import require_positive, require_whole
 from esper.tamiyo.features import ObservationLayout
 from esper.tamiyo.heads import ActionHead, ActionTable, MaskedCategorical, Masks, pick
 
-HiddenState = tuple[Tensor, Tensor]
-"""The LSTM's state: hidden and cell, (n, hidden) each."""
+HiddenState = tuple[Tensor, Tensor]  # the LSTM's state: hidden and cell, (n, hidden) each
 
 FORGET_BIAS = 1.0
 """The forget gate starts open, so that the state lasts a few dozen steps from the first update on."""
 CHOICE_STD = 0.1
 """Standard deviation of the initial embeddings of choices: small, so that they do not drown the state."""
-MIN_WIDTH = 4
-"""A narrower ReLU layer may start with all units off."""
+MIN_WIDTH = 4  # a narrower ReLU layer may start with all units off
 
 
 @dataclass(frozen=True)
@@ -70,23 +68,17 @@ class Stretches(NamedTuple):
     torch's PackedSequence runs unequal lengths step by step, which is four times slower.
     """
 
-    blocks: tuple[tuple[int, int], ...]
-    """(sequences, time) of each"""
-    positions: Tensor | None
-    """(steps,): position of each step in the blocks; None: the blocks have no padding."""
+    blocks: tuple[tuple[int, int], ...]  # (sequences, time) of each
+    positions: Tensor | None  # (steps,): position of each step in the blocks; None: the blocks have no padding
 
 
 class Encoded(NamedTuple):
     """Encoded observations, for the LSTM, the heads and the critic."""
 
-    trunk: Tensor
-    """(n, encoder): the LSTM's input"""
-    slots: Tensor
-    """(n, slots, encoder)"""
-    offers: Tensor
-    """(n, slots, blueprints, offer columns)"""
-    critic: Tensor
-    """(n, critic columns)"""
+    trunk: Tensor  # (n, encoder): the LSTM's input
+    slots: Tensor  # (n, slots, encoder)
+    offers: Tensor  # (n, slots, blueprints, offer columns)
+    critic: Tensor  # (n, critic columns)
 
 
 class Decision(NamedTuple):
@@ -94,24 +86,15 @@ class Decision(NamedTuple):
 
     actions: Tensor
     log_probs: Tensor
-    entropies: Tensor
-    """Normalised: 1 is uniform over the legal choices."""
-    choices: Tensor
-    """Number of legal choices, given the earlier ones."""
-    spreads: Tensor
-    """Variance of the legal logits."""
-    causal: Tensor
-    """bool: the action used this head"""
+    entropies: Tensor  # normalised: 1 is uniform over the legal choices
+    choices: Tensor  # number of legal choices, given the earlier ones
+    spreads: Tensor  # variance of the legal logits
+    causal: Tensor  # bool: the action used this head
 
     @property
     def decided(self) -> Tensor:
         """Heads that were used and had several legal choices."""
         return self.causal & (self.choices > 1)
-
-    @property
-    def forced(self) -> Tensor:
-        """(n,): steps with a single legal joint action."""
-        return ~self.decided.any(-1)
 
 
 class FactoredRecurrentActorCritic(nn.Module):
@@ -164,12 +147,9 @@ class FactoredRecurrentActorCritic(nn.Module):
             )
 
     def _make_head(self, head: ActionHead) -> nn.Module:
-        width = self.config.head
-        if head.kind == "pointer":
-            return nn.Linear(width, self.config.encoder)
         if head.kind == "offer":
-            return _OfferHead(width, head.size, len(self.layout.offer))
-        return nn.Linear(width, head.size)
+            return _OfferHead(self.config.head, head.size, len(self.layout.offer))
+        return nn.Linear(self.config.head, self.config.encoder if head.kind == "pointer" else head.size)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -188,20 +168,16 @@ class FactoredRecurrentActorCritic(nn.Module):
                 nn.init.orthogonal_(weight)
             else:
                 weight.zero_()
-        hidden = self.config.hidden
         # torch's order of gates: input, forget, cell, output
-        self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden] = FORGET_BIAS
-        first = self.heads[self.table.heads[0].name]
+        self.lstm.get_parameter("bias_ih_l0").chunk(4)[1].fill_(FORGET_BIAS)
         if self.config.first_bias:
-            assert isinstance(first, nn.Linear)
-            first.bias.copy_(torch.tensor(self.config.first_bias))
+            first = self.table.heads[0].name
+            self.get_parameter(f"heads.{first}.bias").copy_(torch.tensor(self.config.first_bias))
 
     def initial_state(self, n: int) -> HiddenState:
         """The hidden state of n envs at the start of a sequence: zeros."""
         zero = self.critic_out.weight.new_zeros((n, self.config.hidden))
         return zero, zero.clone()
-
-    # -- from observation to core -------------------------------------------------------------------------------------
 
     def encode(self, flat: Tensor) -> Encoded:
         """Encode observations (n, size), each on its own."""
@@ -230,16 +206,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         sizes = [size * time for size, time in stretches.blocks]
         if stretches.positions is not None:
             trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.positions, trunk)
-        state, parts = (hidden_state[0].unsqueeze(0), hidden_state[1].unsqueeze(0)), []
+        state, parts = [part.unsqueeze(0) for part in hidden_state], []
         for (size, time), block in zip(stretches.blocks, trunk.split(sizes), strict=True):
-            state = state[0][:, :size].contiguous(), state[1][:, :size].contiguous()
-            hidden, state = self.lstm(block.view(time, size, -1), state)
+            hidden, state = self.lstm(block.view(time, size, -1), [part[:, :size].contiguous() for part in state])
             parts.append(hidden.flatten(0, 1))
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
         # Not core[positions]: its gradient is scattered one number at a time.
         return core if stretches.positions is None else core.index_select(0, stretches.positions)
-
-    # -- from core to action and value --------------------------------------------------------------------------------
 
     def value(self, core: Tensor, encoded: Encoded) -> Tensor:
         """(n,): the normalised value."""
@@ -298,14 +271,13 @@ class FactoredRecurrentActorCritic(nn.Module):
     def _score(self, head: ActionHead, state: Tensor, encoded: Encoded, slot: Tensor | None) -> Tensor:
         """Logits (n, size) of a head."""
         layer = self.heads[head.name]
-        if head.kind == "pointer":
-            query: Tensor = layer(torch.relu(state)).unsqueeze(-1)
-            return (encoded.slots @ query).squeeze(-1) / math.sqrt(self.config.encoder)
         if head.kind == "offer":
             assert slot is not None, "the table puts a pointer head first"
             logits: Tensor = layer(state, pick(encoded.offers, slot))
             return logits
         logits = layer(torch.relu(state))
+        if head.kind == "pointer":
+            logits = (encoded.slots @ logits.unsqueeze(-1)).squeeze(-1) / math.sqrt(self.config.encoder)
         return logits
 
     def _embed_choice(self, head: ActionHead, choice: Tensor, encoded: Encoded) -> Tensor:

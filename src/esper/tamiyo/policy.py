@@ -1,7 +1,4 @@
-"""What a policy receives, which actions are legal, and how rules become actions.
-
-Everything here works on a whole fleet at once.
-"""
+"""What a policy receives, which actions are legal, and how rules become actions, for a whole fleet at once."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -20,11 +17,9 @@ class PolicyView(NamedTuple):
     """What a policy sees before it acts."""
 
     signals: TrainingSignals
-    features: Tensor
-    """(N, size): the signals as a learned policy sees them, before normalisation"""
+    features: Tensor  # (N, size): the signals as a learned policy sees them, before normalisation
     masks: Masks
-    step: int
-    """0 … T−1"""
+    step: int  # 0 … T−1
 
 
 @runtime_checkable
@@ -34,15 +29,12 @@ class Policy(Protocol):
     @property
     def table(self) -> ActionTable:
         """The heads of its actions."""
-        ...
 
     def initial_state(self, seeds: list[int]) -> PolicyState:
         """The state at the start of an episode; one host seed per env."""
-        ...
 
     def act(self, view: PolicyView, state: PolicyState, uniform: Tensor) -> tuple[Tensor, PolicyState]:
         """Legal actions (N, heads) and the next state. `uniform` (N, heads) is the only source of chance."""
-        ...
 
 
 def growth_masks(signals: TrainingSignals, table: ActionTable, ops: tuple[LifecycleOp, ...]) -> dict[str, Tensor]:
@@ -75,20 +67,16 @@ class Proposal(NamedTuple):
     """The action that a rule proposes, (N,) each."""
 
     op: LifecycleOp
-    applies: Tensor
-    """bool: the rule wants it, and it is legal"""
+    applies: Tensor  # bool: the rule wants it, and it is legal
     slot: Tensor
-    blueprint: Tensor
-    """Used by GERMINATE alone."""
+    blueprint: Tensor  # used by GERMINATE alone
 
 
 def check_slots(table: ActionTable, slots: SlotConfig) -> None:
     """Raise unless the table was made for these slots."""
     for name, expected in {"slot": len(slots), "blueprint": len(slots.blueprint_names)}.items():
         if (size := table.heads[table.index(name)].size) != expected:
-            raise BadValueError(
-                f"head {name!r} has {size} choices for {expected} {name}s; make the table for these slots"
-            )
+            raise BadValueError(f"head {name!r} has {size} choices for {expected} {name}s; make a table for them")
 
 
 def used_heads(table: ActionTable, op: Tensor) -> Tensor:
@@ -102,22 +90,14 @@ def legal_slots(masks: Masks, op: LifecycleOp) -> Tensor:
 
 
 def propose(op: LifecycleOp, wanted: Tensor, score: Tensor, masks: Masks) -> Proposal:
-    """An op in the wanted and legal slot with the highest score, (N, S) both."""
-    candidates = wanted & legal_slots(masks, op)
-    slot = _highest(score, candidates)
-    return Proposal(op, candidates.any(-1), slot, torch.zeros_like(slot))
-
-
-def propose_seed(wanted: Tensor, score: Tensor, masks: Masks) -> Proposal:
-    """The wanted and legal seed with the highest score, (N, S, B) both."""
-    candidates = (wanted & legal_slots(masks, LifecycleOp.GERMINATE)[..., None] & masks["blueprint"]).flatten(1)
-    index = _highest(score.flatten(1), candidates)
-    slot, blueprint = index // wanted.shape[-1], index % wanted.shape[-1]
-    return Proposal(LifecycleOp.GERMINATE, candidates.any(-1), slot, blueprint)
-
-
-def _highest(score: Tensor, candidates: Tensor) -> Tensor:
-    return score.float().masked_fill(~candidates, -torch.inf).argmax(-1)
+    """An op where it is wanted and legal and its score is highest, (N, S) both; (N, S, B) for GERMINATE."""
+    legal = legal_slots(masks, op)
+    if op == LifecycleOp.GERMINATE:
+        legal = legal[..., None] & masks["blueprint"]
+    candidates = (wanted & legal).flatten(1)
+    highest = score.float().flatten(1).masked_fill(~candidates, -torch.inf).argmax(-1)
+    blueprints = legal[0, 0].numel()  # 1 for ops that need none
+    return Proposal(op, candidates.any(-1), highest // blueprints, highest % blueprints)
 
 
 def take_first(table: ActionTable, masks: Masks, proposals: Sequence[Proposal]) -> Tensor:

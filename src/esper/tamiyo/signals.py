@@ -16,72 +16,53 @@ class Measured(NamedTuple):
     """A measurement that may be missing."""
 
     value: Tensor
-    error: Tensor
-    """Standard error, paired over the same images."""
+    error: Tensor  # standard error, paired over the same images
     valid: Tensor
 
 
 class HostView(NamedTuple):
     """Each host, (N,)."""
 
-    time_left: Tensor
-    """(T − t) / T"""
+    time_left: Tensor  # (T − t) / T
     train_loss: Tensor
     validation_loss: Tensor
     accuracy: Tensor
-    accuracy_change: Tensor
-    """Since the previous step; 0 in the first."""
+    accuracy_change: Tensor  # since the previous step; 0 in the first
     best_accuracy: Tensor
-    stale: Tensor
-    """Share of the episode since the best accuracy."""
-    grown: Tensor
-    """Grown parameters divided by the host's."""
-    budget_left: Tensor
-    """Share of the parameter budget."""
-    last_op: Tensor
-    """long; WAIT before the first action"""
-    last_succeeded: Tensor
-    """bool"""
+    stale: Tensor  # share of the episode since the best accuracy
+    grown: Tensor  # grown parameters divided by the host's
+    budget_left: Tensor  # share of the parameter budget
+    last_op: Tensor  # long; WAIT before the first action
+    last_succeeded: Tensor  # bool
 
 
 class SlotView(NamedTuple):
     """Each slot, occupied or not, (N, S). `features.SLOT_COLUMNS` declares the dtypes."""
 
     width: Tensor
-    depth: Tensor
-    """0 at the host's input, 1 at its output."""
+    depth: Tensor  # 0 at the host's input, 1 at its output
     rms: Tensor
-    rank: Tensor
-    """Effective rank of the activation divided by its channels."""
-    gradient: Tensor
-    """Share of the loss gradient's norm, over slots."""
+    rank: Tensor  # effective rank of the activation divided by its channels
+    gradient: Tensor  # share of the loss gradient's norm, over slots
     stage: Tensor
-    blueprint: Tensor
-    """Index of the blueprint, −1 if the slot is empty."""
+    blueprint: Tensor  # index of the blueprint, −1 if the slot is empty
     alpha: Tensor
     alpha_target: Tensor
     ramping: Tensor
     steps_in_stage: Tensor
-    age: Tensor
-    """Steps since germination."""
+    age: Tensor  # steps since germination
     cooldown: Tensor
-    can_advance: Tensor
-    """The gate to BLENDING would pass."""
+    can_advance: Tensor  # the gate to BLENDING would pass
     can_fossilize: Tensor
     can_prune: Tensor
-    can_retarget: Tensor
-    """HOLDING, so that its alpha target may change."""
+    can_retarget: Tensor  # HOLDING, so that its alpha target may change
     audition: Measured
-    audition_loss: Tensor
-    """The same by loss: how much lower the shadow row's is. Valid with the audition."""
+    audition_loss: Tensor  # how much lower the shadow row's loss is; valid with the audition
     contribution: Measured
     contribution_loss: Tensor
-    seed_gradient: Measured
-    """Norm of the seed's gradient; no error."""
-    tried: Tensor
-    """Seeds germinated here so far."""
-    best: Measured
-    """The best contribution of any seed here so far; no error."""
+    seed_gradient: Measured  # norm of the seed's gradient; no error
+    tried: Tensor  # seeds germinated here so far
+    best: Measured  # the best contribution of any seed here so far; no error
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Tensor]) -> "SlotView":
@@ -105,24 +86,18 @@ class SlotView(NamedTuple):
 class OfferView(NamedTuple):
     """Each blueprint in each slot, (N, S, B)."""
 
-    worth: Tensor
-    """First-order audition: |∂L/∂scale| of a seed at scale 0, relative to the env's largest."""
-    fits: Tensor
-    """bool: topology, width and the remaining budget allow it"""
-    cost: Tensor
-    """Parameters divided by the host's."""
+    worth: Tensor  # first-order audition: |∂L/∂scale| of a seed at scale 0, relative to the env's largest
+    fits: Tensor  # bool: topology, width and the remaining budget allow it
+    cost: Tensor  # parameters divided by the host's
 
 
 class CriticView(NamedTuple):
     """What only the critic may know, (N,)."""
 
-    potential: Tensor
-    """Φ now"""
+    potential: Tensor  # Φ now
     control_accuracy: Tensor
-    control_change: Tensor
-    """Since the previous step."""
-    control_end: Tensor
-    """The control's final accuracy, filled in after the episode. Until then, its current accuracy."""
+    control_change: Tensor  # since the previous step
+    control_end: Tensor  # the control's final accuracy, filled in after the episode; before, its current accuracy
 
 
 class TrainingSignals(NamedTuple):

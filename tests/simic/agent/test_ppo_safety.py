@@ -272,7 +272,7 @@ def test_the_mask_of_a_head_that_is_not_used_may_be_empty() -> None:
     masks = {name: torch.zeros_like(mask) for name, mask in agent.table.open_masks(4).items()}
     masks["op"][:, 0] = True
     decision, _, _ = agent.act(torch.randn(4, LAYOUT.size), masks, agent.network.initial_state(4))
-    assert bool(decision.forced.all())
+    assert not bool(decision.decided.any())
 
 
 @pytest.mark.requirement(65)
@@ -328,5 +328,5 @@ def test_errors_of_the_network_are_not_taken_for_the_compilers(monkeypatch: pyte
     with pytest.raises(RuntimeError, match="invalid for input"):
         agent.update(buffer)
     with pytest.raises(UnknownNameError, match="reduce-overhead"):
-        agent.compile("reduce-overhead")  # type: ignore[arg-type]  # wrong on purpose
+        PPOConfig(compile="reduce-overhead")  # type: ignore[arg-type]  # wrong on purpose
     assert PPOConfig().compile == "off"

@@ -299,10 +299,12 @@ def test_statistics_belong_to_the_thread_of_the_loop(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.requirement(19)
-def test_statistics_replace_their_tensors() -> None:
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_statistics_replace_their_tensors(momentum: float | None) -> None:
     """Who holds the moments of a moment ago holds numbers that belong together, and a new object means
     new numbers, which is how normalisers know that theirs are stale."""
     found = ObservationNormalizer(torch.arange(2))
+    found.statistics = RunningMeanStd(2, momentum)
     found.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     held = found.statistics.mean, found.statistics.var, found.statistics.count
     copies = [tensor.clone() for tensor in held]

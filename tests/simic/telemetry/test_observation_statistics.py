@@ -42,7 +42,7 @@ def test_columns_of_a_layout() -> None:
     observations = torch.randn(5, 4, layout.size)
     found = observation_statistics(observations, layout.column_names, layout.columns())
     assert tuple(found) == layout.column_names
-    alphas = layout.split(observations).slots[..., 0].double()
+    alphas = layout.split(observations)[1][..., 0].double()
     assert found["slot.alpha"].mean == pytest.approx(float(alphas.mean()))
     assert found["slot.alpha"].std == pytest.approx(float(alphas.std(correction=0)))
     assert found["slot.alpha"].max == float(alphas.max())

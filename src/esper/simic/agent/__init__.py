@@ -6,7 +6,6 @@ from esper.simic.agent.environments import SpaceError
 from esper.simic.agent.learning import Learned, learn
 from esper.simic.agent.losses import compute_gae, compute_per_head_advantages
 from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics, UpdateObserver
-from esper.simic.agent.policy import LearnedPolicy, load_policy
 from esper.simic.agent.ppo import BehaviourGapError, NotFiniteError, PPOAgent
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 
@@ -14,7 +13,6 @@ __all__ = [
     "BehaviourGapError",
     "HeadMetrics",
     "Learned",
-    "LearnedPolicy",
     "NotFiniteError",
     "PPOAgent",
     "PPOConfig",
@@ -27,6 +25,5 @@ __all__ = [
     "compute_per_head_advantages",
     "learn",
     "load_agent",
-    "load_policy",
     "save_agent",
 ]

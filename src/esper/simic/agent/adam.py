@@ -22,23 +22,11 @@ class FusedAdamW(torch.optim.AdamW):
             states = [self.state[weight] or self._begin(weight) for weight in weights]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, [1 - self.skip] * len(steps))
-            first, second = group["betas"]
-            torch._fused_adamw_(
-                weights,
-                [weight.grad for weight in weights],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                steps,
-                lr=group["lr"],
-                beta1=first,
-                beta2=second,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                found_inf=self.skip,
-            )
+            gradients = [weight.grad for weight in weights]
+            first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+            settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "found_inf": self.skip}
+            torch._fused_adamw_(weights, gradients, first, second, [], steps, **settings)
 
     def _begin(self, weight: Tensor) -> dict[str, Tensor]:
         zeros = (torch.zeros((), device=weight.device), torch.zeros_like(weight), torch.zeros_like(weight))

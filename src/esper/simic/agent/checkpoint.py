@@ -46,17 +46,9 @@ class SavedAgent:
 
 def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | None = None) -> None:
     """Write an agent; `extras` are frozen dataclasses to store with it."""
-    saved = SavedAgent(
-        agent.table,
-        agent.layout,
-        agent.config,
-        agent.compile_mode,
-        agent.total_updates,
-        agent.updates,
-        agent.failures,
-        len(agent.returns.statistics.mean),
-        agent.observations.frozen,
-    )
+    counters = agent.total_updates, agent.updates, agent.failures, len(agent.returns.statistics.mean)
+    made_of = agent.table, agent.layout, agent.config, agent.compile_mode
+    saved = SavedAgent(*made_of, *counters, agent.observations.frozen)
     content = {"agent": encode(saved), **{name: encode(value) for name, value in (extras or {}).items()}}
     write_stored(folder, AGENT, content, agent_tensors(agent))
 
@@ -108,23 +100,6 @@ def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) 
     for name in trained:
         moments = (weights[name], weights[name], torch.zeros(()))
         expected |= {f"adam.{moment}.{name}": tensor for moment, tensor in zip(MOMENTS, moments, strict=True)}
-    _check_tensors(tensors, expected, where)
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
-    agent.network.load_state_dict(part("network."))
-    for name in trained:
-        moments_of = {moment: tensors[f"adam.{moment}.{name}"] for moment in MOMENTS}
-        agent.optimizer.state[weights[name]] = {
-            moment: value.to(agent.device, copy=True) for moment, value in moments_of.items()
-        }
-    for name, statistics in _statistics(agent).items():
-        statistics.load_state_dict(part(f"{name}."))
-
-
-def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
     if set(tensors) != set(expected):
         unknown, missing = sorted(set(tensors) - set(expected)), sorted(set(expected) - set(tensors))
         raise CheckpointError(f"{where}: unknown tensors {unknown[:3]}, missing {missing[:3]}")
@@ -134,3 +109,15 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
             raise CheckpointError(f"{where}: tensor {name!r} is {own}; this agent needs {needed}")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{where}: tensor {name!r} has numbers that are not finite")
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
+    agent.network.load_state_dict(part("network."))
+    for name in trained:
+        agent.optimizer.state[weights[name]] = {
+            moment: tensors[f"adam.{moment}.{name}"].to(agent.device, copy=True) for moment in MOMENTS
+        }
+    for name, statistics in _statistics(agent).items():
+        statistics.load_state_dict(part(f"{name}."))

@@ -2,16 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from esper.leyline import BadValueError, UnknownNameError
 from esper.leyline.numbers import require_positive, require_share, require_whole
 from esper.tamiyo import NetworkConfig
 
 CompileMode = Literal["off", "default", "max-autotune-no-cudagraphs"]
-COMPILE_MODES: tuple[CompileMode, ...] = ("off", "default", "max-autotune-no-cudagraphs")
 Clipping = Literal["per_head", "joint"]
-CLIPPINGS: tuple[Clipping, ...] = ("per_head", "joint")
 
 ADAM_EPS = 1e-5
 """PPO's usual value: with Adam's 1e-8, the first steps of rarely used heads are as large as the rate allows."""
@@ -97,16 +95,16 @@ class PPOConfig:
         for name in ("target_kl", "value_clip", "huber"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name), remark="; None switches it off")
-        for name in ("value_coefficient", "forced_value_weight", "critic_decay", "entropy", "logit_penalty"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise BadValueError(f"{name} {getattr(self, name)!r} is not a finite number of 0 or more")
-        for name in ("lam", "rate_end", "entropy_end", "explore_until", "freeze_after"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadValueError(f"{name} {getattr(self, name)!r} is not in [0, 1]")
+        weights = ("value_coefficient", "forced_value_weight", "critic_decay", "entropy", "logit_penalty")
+        for name in (*weights, "lam", "rate_end", "entropy_end", "explore_until", "freeze_after"):
+            if not (0 <= getattr(self, name) < math.inf and (name in weights or getattr(self, name) <= 1)):
+                wanted = "a finite number of 0 or more" if name in weights else "in [0, 1]"
+                raise BadValueError(f"{name} {getattr(self, name)!r} is not {wanted}")
         if not 0 <= self.explore < 1:
             raise BadValueError(f"explore {self.explore!r} is not in [0, 1); with 1 there is nothing to learn")
-        _require_known("compile mode", self.compile, COMPILE_MODES)
-        _require_known("clipping", self.clipping, CLIPPINGS)
+        for kind, name, known in (("compile mode", self.compile, CompileMode), ("clipping", self.clipping, Clipping)):
+            if name not in get_args(known):
+                raise UnknownNameError(kind, name, get_args(known))
 
     def entropy_at(self, progress: float) -> float:
         """Entropy coefficient at a share of the run."""
@@ -123,11 +121,6 @@ class PPOConfig:
     def explore_at(self, progress: float) -> float:
         """ε at a share of the run."""
         return self.explore * max(0.0, 1 - progress / self.explore_until) if self.explore_until else 0.0
-
-
-def _require_known(kind: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise UnknownNameError(kind, name, known)
 
 
 def _falling(end: float, progress: float) -> float:

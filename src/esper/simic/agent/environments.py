@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from esper.tamiyo import ActionTable, ObservationLayout, discrete_table, vector_
 if TYPE_CHECKING:
     import gymnasium
 
-Info = dict[str, Any]  # Any: what an environment puts there
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
-RESET_SEEDS = 2**31
-"""Environments take seeds below this."""
+RESET_SEEDS = 2**31  # environments take seeds below this
 
 
 class SpaceError(BadValueError):
@@ -32,13 +30,11 @@ class SpaceCodec:
     """The spaces of an environment as plain values, which a checkpoint can store."""
 
     observation_size: int
-    categories: int
-    """Number of values of a Discrete observation, which becomes one-hot; 0: a Box."""
+    categories: int  # number of values of a Discrete observation, which becomes one-hot; 0: a Box
     observation_start: int
     action_sizes: tuple[int, ...]
     action_starts: tuple[int, ...]
-    single_action: bool
-    """Discrete (an int) rather than MultiDiscrete (an array)."""
+    single_action: bool  # Discrete (an int) rather than MultiDiscrete (an array)
 
     @property
     def table(self) -> ActionTable:
@@ -101,22 +97,6 @@ def read_spaces(env: "gymnasium.Env[Any, Any]") -> SpaceCodec:
     raise SpaceError(f"action space {acted}; allowed: Discrete, MultiDiscrete with one axis")
 
 
-def mask_of(env: "gymnasium.Env[Any, Any]", info: Info) -> Any:  # Any: as the environment gives it
-    """The mask of the next action: `info["action_mask"]`, or else the result of `action_masks()`, or else None."""
-    if "action_mask" in info:
-        return info["action_mask"]
-    return env.get_wrapper_attr("action_masks")() if env.has_wrapper_attr("action_masks") else None
-
-
-class StepResult(NamedTuple):
-    """The result of one step of all environments, (n,) each."""
-
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    """bool: cut off without terminating"""
-
-
 class EnvBatch:
     """n environments from one factory. `observations` (n, size) and `masks` are those of the next action."""
 
@@ -133,8 +113,7 @@ class EnvBatch:
         self.observations = torch.from_numpy(self._observations)
         names = self.codec.table.names
         self.masks = {name: torch.from_numpy(mask) for name, mask in zip(names, self._masks, strict=True)}
-        self.returns = np.zeros(n)
-        """Sum of rewards of each running episode."""
+        self.returns = np.zeros(n)  # sum of rewards of each running episode
 
     def reset(self, seed: int) -> None:
         """Start an episode in all environments. The seed determines all of their later episodes too."""
@@ -147,13 +126,16 @@ class EnvBatch:
         self.returns[index] = 0.0
         self._write(index, observation, info)
 
-    def _write(self, index: int, observation: Any, info: Info) -> None:  # Any: as the environment gives it
+    def _write(self, index: int, observation: Any, info: dict[str, Any]) -> None:  # Any: as the environment gives it
+        env, mask = self.envs[index], info.get("action_mask")
+        if "action_mask" not in info and env.has_wrapper_attr("action_masks"):
+            mask = env.get_wrapper_attr("action_masks")()
         self.codec.write_observation(observation, self._observations[index])
-        self.codec.write_mask(mask_of(self.envs[index], info), [mask[index] for mask in self._masks])
+        self.codec.write_mask(mask, [rows[index] for rows in self._masks])
 
-    def step(self, actions: Tensor) -> StepResult:
-        """Act (n, heads) in all environments. Where an episode ended, the caller resets; where it was truncated,
-        `observations` holds its last one."""
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Act (n, heads) in all environments: rewards, and whether an episode terminated or else was truncated, (n,)
+        each. Where one ended, the caller resets; where it was truncated, `observations` holds its last one."""
         n = len(self.envs)
         rewards, terminated, truncated = np.zeros(n, np.float32), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
         for index, (env, choices) in enumerate(zip(self.envs, actions.numpy(), strict=True)):
@@ -166,7 +148,7 @@ class EnvBatch:
                 self.codec.write_observation(observation, self._observations[index])
             elif not ended:
                 self._write(index, observation, info)
-        return StepResult(*(torch.from_numpy(values) for values in (rewards, terminated, truncated)))
+        return torch.from_numpy(rewards), torch.from_numpy(terminated), torch.from_numpy(truncated)
 
     def close(self) -> None:
         """Close all environments."""

@@ -23,8 +23,7 @@ from esper.tamiyo.network import HiddenState
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RECENT = 100
-"""Episodes in the mean return that the progress bar shows."""
+RECENT = 100  # episodes in the mean return that the progress bar shows
 EVALUATED_AT_ONCE = 16
 
 
@@ -33,10 +32,8 @@ class Learned:
 
     def __init__(self, agent: PPOAgent, codec: SpaceCodec, make_env: MakeEnv | None = None) -> None:
         self.agent, self.codec, self.make_env = agent, codec, make_env
-        self.history: list[PPOUpdateMetrics] = []
-        """One entry per update."""
-        self.returns: list[tuple[int, float]] = []
-        """(environment steps so far, return) of every training episode."""
+        self.history: list[PPOUpdateMetrics] = []  # one entry per update
+        self.returns: list[tuple[int, float]] = []  # (environment steps so far, return) of every training episode
 
     def act(
         self, observation: Any, hidden_state: HiddenState | None = None, mask: Any = None, *, greedy: bool = True
@@ -45,12 +42,9 @@ class Learned:
         agent = self.agent
         row = np.zeros(self.codec.observation_size, np.float32)
         self.codec.write_observation(observation, row)
-        rows = [np.ones(size, np.bool_) for size in self.codec.action_sizes]
-        self.codec.write_mask(mask, rows)
-        masks = {
-            name: torch.from_numpy(part)[None].to(agent.device)
-            for name, part in zip(agent.table.names, rows, strict=True)
-        }
+        masks = agent.table.open_masks(1)
+        self.codec.write_mask(mask, [part[0].numpy() for part in masks.values()])
+        masks = {name: part.to(agent.device) for name, part in masks.items()}
         hidden_state = agent.network.initial_state(1) if hidden_state is None else hidden_state
         normalised = normalise(agent, torch.from_numpy(row)[None])
         decision, _, hidden_state = agent.act(normalised, masks, hidden_state, greedy=greedy)
@@ -86,8 +80,8 @@ class Learned:
                 decision, _, hidden_state = agent.act(
                     normalise(agent, envs.observations), masks, hidden_state, greedy=greedy, uniform=draws
                 )
-                result = envs.step(decision.actions.cpu())
-                for env in (result.terminated | result.truncated).nonzero().flatten().tolist():
+                _, terminated, truncated = envs.step(decision.actions.cpu())
+                for env in (terminated | truncated).nonzero().flatten().tolist():
                     if (episode := running[env]) is not None:
                         results[episode] = float(envs.returns[env])
                     for part in hidden_state:
@@ -103,11 +97,9 @@ class Learned:
     def load(cls, folder: Path | str, make_env: MakeEnv | None = None, *, device: str = "cpu") -> "Learned":
         """Read a checkpoint. `make_env`, for evaluation, must have the spaces of training."""
         agent, extras = load_agent(Path(folder), {"codec": SpaceCodec}, device=device)
-        codec = extras["codec"]
-        assert isinstance(codec, SpaceCodec)
         if make_env is not None:
-            EnvBatch(make_env, 1, codec).close()
-        return cls(agent, codec, make_env)
+            EnvBatch(make_env, 1, extras["codec"]).close()
+        return cls(agent, extras["codec"], make_env)
 
 
 def normalise(agent: PPOAgent, observations: Tensor) -> Tensor:
@@ -181,12 +173,12 @@ class RolloutCollector:
         masks = {name: mask.to(agent.device, copy=True) for name, mask in envs.masks.items()}
         decision, values, after = agent.act(observations, masks, self.hidden_state, epsilon=self.buffer.epsilon)
         self.steps += len(envs.envs)
-        result = envs.step(decision.actions.cpu())
-        ends = result.terminated | result.truncated
-        rewards = self.rewards(result.rewards, ends) if agent.config.normalise_rewards else result.rewards
+        rewards, terminated, truncated = envs.step(decision.actions.cpu())
+        ends = terminated | truncated
+        rewards = self.rewards(rewards, ends) if agent.config.normalise_rewards else rewards
         bootstraps = torch.zeros_like(values)
-        if bool(result.truncated.any()):
-            bootstraps = self._next_values(after).where(result.truncated.to(agent.device), 0.0)
+        if bool(truncated.any()):
+            bootstraps = self._next_values(after).where(truncated.to(agent.device), 0.0)
         for env in ends.nonzero().flatten().tolist():
             self.returns.append((self.steps, float(envs.returns[env])))
             envs.reset_one(env)

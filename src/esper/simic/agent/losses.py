@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper.leyline import BadValueError
-
 CENTRED_FROM = 8
 """A mean over fewer steps would say more about the draw than about the head."""
 LOG_RATIO_LIMIT = 20.0
@@ -58,18 +56,13 @@ def compute_gae(
 class HeadAdvantages(NamedTuple):
     """Advantages per head."""
 
-    by_head: tuple[Tensor, ...]
-    """(n,) per head; the first head's is the given tensor itself."""
-    uncentred: Tensor
-    """(heads,) bool: too few steps used the head to centre its advantages, or centring is off."""
+    by_head: tuple[Tensor, ...]  # (n,) per head; the first head's is the given tensor itself
+    uncentred: Tensor  # (heads,) bool: too few steps used the head to centre its advantages, or centring is off
 
 
 def compute_per_head_advantages(advantages: Tensor, decided: Tensor, *, centred: bool = True) -> HeadAdvantages:
-    """Advantages (n,) relative to their mean over the steps that used each head, `decided` (n, heads) bool.
-
-    Without the mean, a head that is used only when things go well would reinforce whatever it drew first. Values at
-    steps that did not use a head are meaningless.
-    """
+    """Advantages (n,) relative to their mean over the steps that used each head, `decided` (n, heads) bool; meaningless
+    elsewhere. Without the mean, a head that is used only when things go well would reinforce what it drew first."""
     if not centred:
         return HeadAdvantages((advantages,) * decided.shape[1], torch.ones_like(decided[0]))
     counts = decided.sum(0)
@@ -85,15 +78,12 @@ class Standardised(NamedTuple):
     advantages: Tensor
     mean: Tensor
     std: Tensor
-    floored: Tensor
-    """bool: the deviation was below the floor; False for tasks without a step"""
+    floored: Tensor  # bool: the deviation was below the floor; False for tasks without a step
 
 
 def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float) -> Standardised:
-    """Centre and scale advantages (n,) per task by their moments over the steps with `weight` (n,) bool.
-
-    The floor of the deviation keeps rounds without differences from being scaled up into noise.
-    """
+    """Centre and scale advantages (n,) per task by their moments over the steps with `weight` (n,) bool. The floor of
+    the deviation keeps rounds without differences from being scaled up into noise."""
     zeros = torch.zeros(n_tasks, dtype=advantages.dtype, device=advantages.device)
     count = zeros.index_add(0, tasks, weight.to(advantages.dtype))
     divisor = count.clamp(min=1)
@@ -115,10 +105,8 @@ def surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
 
 
 def joint_surrogate(log_ratio: Tensor, decided: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Sum over steps of the joint action's surrogate, from log-ratios (n, heads) and advantages (n,).
-
-    One head that has moved far removes the gradient of all heads of its step.
-    """
+    """Sum over steps of the joint action's surrogate, from log-ratios (n, heads) and advantages (n,). One head that has
+    moved far removes the gradient of all heads of its step."""
     joint = log_ratio.where(decided, 0.0).sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return masked_sum(surrogate(joint, advantages, clip), decided.any(-1))
 
@@ -129,12 +117,10 @@ def kl_terms(ratio: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def value_errors(
-    values: Tensor, targets: Tensor, *, old: Tensor | None = None, clip: float | None = None, huber: float | None = None
+    values: Tensor, targets: Tensor, old: Tensor, *, clip: float | None = None, huber: float | None = None
 ) -> Tensor:
-    """Half the squared error (or Huber's loss) per step.
-
-    With `clip`, the pessimistic variant: the larger of this error and that of the value clipped to `old` ± clip.
-    """
+    """Half the squared error (or Huber's loss) per step. With `clip`, the pessimistic variant: the larger of this error
+    and that of the value clipped to `old` ± clip."""
 
     def errors(values: Tensor) -> Tensor:
         if huber is None:
@@ -143,15 +129,10 @@ def value_errors(
 
     if clip is None:
         return errors(values)
-    if old is None:
-        raise BadValueError("clipping values needs the old ones, from a pass at the weights before the update")
     return torch.maximum(errors(values), errors(old + (values - old).clamp(-clip, clip)))
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over steps where the mask is set, (n, …) → (…).
-
-    Masked values may be anything, even not finite. Their gradient is 0, so only their inputs must be differentiable
-    there; clamped ratios are.
-    """
+    """Sum over steps where the mask is set, (n, …) → (…). Masked values may be anything, even not finite. Their
+    gradient is 0, so only their inputs must be differentiable there; clamped ratios are."""
     return values.where(mask, 0.0).sum(0)

@@ -17,18 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadMetrics:
-    """One head over an update; None if no step gave it a choice."""
+    """One head over an update, as `nissa.catalogue` describes it; None if no step gave it a choice."""
 
     entropy: float | None
-    """Normalised, over the steps that decided it."""
     kl: float | None
     clip_fraction: float | None
     grad_norm: float
-    """Norm over its own weights before clipping, mean over minibatches."""
     learnable_fraction: float
-    """Share of the round's steps that decided it."""
     uncentred: bool
-    """Too few steps used it to centre its advantages."""
 
     @property
     def learnable(self) -> bool:
@@ -38,44 +34,34 @@ class HeadMetrics:
 
 @dataclass(frozen=True)
 class PPOUpdateMetrics:
-    """One update. Means are over its minibatches unless stated otherwise."""
+    """One update. `nissa.catalogue` describes each number; means are over minibatches."""
 
     policy_loss: float
     value_loss: float
     entropy: float
-    """Mean over heads of the normalised entropy."""
     logit_spread: float
     approx_kl: float
-    """KL of the joint action in the last minibatch evaluated; it stops the update."""
     max_kl: float
     head_kl_mean: float
-    """Mean of the heads' KL, weighted by how often each decided."""
     clip_fraction: float
     joint_ratio_max: float
     joint_ratio_min: float
     pre_clip_grad_norm: float
-    """Largest global norm before clipping."""
     clip_factor: float
-    """Mean factor of gradient clipping; 1: none."""
     minibatches_taken: int
     minibatches_not_finite: int
     epochs_run: int
     stopped_by_kl: bool
     behaviour_gap: float
-    """max |log-prob recomputed − log-prob collected|"""
     advantage_mean: float
-    """Before standardising, over steps that decided anything."""
     advantage_std: float
-    """Within tasks."""
     advantage_floored: bool
-    """The deviation of some task's advantages was below the floor."""
     advantage_mean_after: float
     advantage_std_after: float
     return_mean: float
     return_std: float
     value_mean: float
     explained_variance: float
-    """1 − var(return − value) / var(return); 0 if returns do not vary."""
     forced_fraction: float
     rate: float
     entropy_coefficient: float
@@ -102,12 +88,9 @@ class UpdateObserver(Protocol):
 class MinibatchRecord(NamedTuple):
     """What an update records of a minibatch, on the device."""
 
-    log_ratios: Tensor
-    """(steps, heads)"""
-    decided: Tensor
-    """(steps, heads) bool"""
-    figures: dict[str, Tensor]
-    """Scalars, or (heads,)"""
+    log_ratios: Tensor  # (steps, heads)
+    decided: Tensor  # (steps, heads) bool
+    figures: dict[str, Tensor]  # scalars, or (heads,)
 
 
 def summarise(
@@ -158,10 +141,8 @@ def summarise(
 def _read(
     prepared: PreparedRound, records: list[MinibatchRecord], clip: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Figures of the round, and those of minibatches (minibatches, heads or 1), in float64 on the CPU.
-
-    Host sync: one per update, for all of them. Figures that only the first epoch has come from its minibatches.
-    """
+    """Figures of the round, and those of minibatches (minibatches, heads or 1), in float64 on the CPU. Host sync: one
+    for all of them. Figures that only the first epoch has come from its minibatches."""
     by_round, by_minibatch = _round_figures(prepared), _movement(prepared, records, clip)
     for name in records[0].figures:
         by_minibatch[name] = torch.stack([record.figures[name] for record in records if name in record.figures])
@@ -227,7 +208,6 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the chosen entries."""
     count = chosen.sum().clamp(min=1)
     mean = values.where(chosen, 0.0).sum() / count
     return mean, (values - mean).square().where(chosen, 0.0).sum() / count

@@ -5,14 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.simic.agent import losses
 from esper.simic.agent.config import GAP_REFUSED, PPOConfig
-from esper.simic.agent.losses import (
-    HeadAdvantages,
-    Standardised,
-    compute_gae,
-    compute_per_head_advantages,
-    standardise,
-)
 from esper.simic.agent.rollout import Batch, TamiyoRolloutBuffer
 from esper.simic.control import ReturnNormalizer
 from esper.tamiyo.heads import Masks
@@ -21,14 +15,10 @@ from esper.tamiyo.heads import Masks
 class Reference(NamedTuple):
     """The policy before the update, over all cells of the round (rows × columns)."""
 
-    log_probs: Tensor
-    """(cells, heads)"""
-    decided: Tensor
-    """(cells, heads) bool: heads that were used and had several legal choices"""
-    values: Tensor
-    """(cells,), normalised"""
-    gap: Tensor
-    """max |log-prob − collected log-prob|"""
+    log_probs: Tensor  # (cells, heads)
+    decided: Tensor  # (cells, heads) bool: heads that were used and had several legal choices
+    values: Tensor  # (cells,), normalised
+    gap: Tensor  # max |log-prob − collected log-prob|
 
     @property
     def accepted(self) -> Tensor:
@@ -43,15 +33,12 @@ class Minibatch(NamedTuple):
     observations: Tensor
     masks: Masks
     actions: Tensor
-    log_probs: Tensor
-    """(steps, heads), of the reference; so are `decided` and `values`"""
+    log_probs: Tensor  # (steps, heads), of the reference; so are `decided` and `values`
     decided: Tensor
     values: Tensor
-    advantages: Tensor
-    """(steps, heads)"""
+    advantages: Tensor  # (steps, heads)
     targets: Tensor
-    weights: Tensor
-    """(steps,), in the value loss"""
+    weights: Tensor  # (steps,), in the value loss
 
 
 class PreparedRound(NamedTuple):
@@ -63,36 +50,24 @@ class PreparedRound(NamedTuple):
 
     buffer: TamiyoRolloutBuffer
     reference: Reference
-    advantages: HeadAdvantages
-    standardised: Standardised
-    returns: Tensor
-    """(cells,)"""
-    targets: Tensor
-    """(cells,): normalised returns"""
-    weights: Tensor
-    """(cells,): 1 for decisions, less for forced steps, 0 for empty cells"""
-    decisions: Tensor
-    """Number of steps that decided anything"""
-    per_head: Tensor
-    """(heads,): for sums over steps that decided each head"""
-    per_decision: Tensor
-    """For sums over steps that decided anything"""
-    per_weight: Tensor
-    """For sums weighted by `weights`"""
+    advantages: losses.HeadAdvantages
+    standardised: losses.Standardised
+    returns: Tensor  # (cells,)
+    targets: Tensor  # (cells,): normalised returns
+    weights: Tensor  # (cells,): 1 for decisions, less for forced steps, 0 for empty cells
+    decisions: Tensor  # number of steps that decided anything
+    per_head: Tensor  # (heads,): for sums over steps that decided each head
+    per_decision: Tensor  # for sums over steps that decided anything
+    per_weight: Tensor  # for sums weighted by `weights`
 
     def minibatch(self, batch: Batch) -> Minibatch:
         """Everything that the loss of a batch needs."""
         cells, reference = batch.cells, self.reference
-        return Minibatch(
-            batch,
-            *gather_inputs(self.buffer, batch),
-            reference.log_probs[cells],
-            reference.decided[cells],
-            reference.values[cells],
-            torch.stack([advantages[cells] for advantages in self.advantages.by_head], -1),
-            self.targets[cells],
-            self.weights[cells],
-        )
+        advantages = torch.stack([advantages[cells] for advantages in self.advantages.by_head], -1)
+        sources = (reference.log_probs, reference.decided, reference.values, self.targets, self.weights)
+        log_probs, decided, values, targets, weights = (source[cells] for source in sources)
+        inputs = gather_inputs(self.buffer, batch)
+        return Minibatch(batch, *inputs, log_probs, decided, values, advantages, targets, weights)
 
 
 def gather_inputs(buffer: TamiyoRolloutBuffer, batch: Batch) -> tuple[Tensor, Masks, Tensor]:
@@ -109,32 +84,21 @@ def prepare_round(
     config: PPOConfig,
     minibatches: int,
 ) -> PreparedRound:
-    """Advantages, returns and targets of a round.
-
-    Updates the statistics of returns, unless the round is refused or a return is not finite.
-    """
+    """Advantages and targets of a round. Statistics of returns are updated if it is accepted and all are finite."""
     forced = ~reference.decided.any(-1)
     cells = (buffer.rewards, buffer.values, buffer.ends, buffer.bootstraps, forced.view_as(buffer.ends))
-    estimates = compute_gae(*cells, buffer.lengths, gamma=config.gamma, lam=config.lam)
+    estimates = losses.compute_gae(*cells, buffer.lengths, gamma=config.gamma, lam=config.lam)
     valid, advantages, returns = (tensor.flatten() for tensor in (buffer.valid, *estimates))
     deciding, tasks = valid & ~forced, buffer.cell_tasks
     n_tasks = len(returns_normalizer.statistics.mean)
-    standardised = standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
+    standardised = losses.standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
     decided = reference.decided & valid.unsqueeze(1)
     # Selected on the device, without a sync: statistics without a selected value stay as they are.
     returns_normalizer.update(returns, tasks, valid & reference.accepted & returns.isfinite().all())
     weights = torch.where(deciding, 1.0, config.forced_value_weight) * valid
     weight, decisions = weights.sum(), deciding.sum().clamp(min=1)
-    return PreparedRound(
-        buffer,
-        reference,
-        compute_per_head_advantages(standardised.advantages, decided, centred=config.centred),
-        standardised,
-        returns,
-        returns_normalizer.normalise(returns, tasks),
-        weights,
-        decisions,
-        minibatches / decided.sum(0).clamp(min=1),
-        minibatches / decisions,
-        minibatches / weight.where(weight > 0, 1.0),
-    )
+    by_head = losses.compute_per_head_advantages(standardised.advantages, decided, centred=config.centred)
+    targets = returns_normalizer.normalise(returns, tasks)
+    counts = (decided.sum(0).clamp(min=1), decisions, weight.where(weight > 0, 1.0))
+    scales = (minibatches / count for count in counts)
+    return PreparedRound(buffer, reference, by_head, standardised, returns, targets, weights, decisions, *scales)

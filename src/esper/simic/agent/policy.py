@@ -25,11 +25,9 @@ class LearnedPolicy:
         return self.agent.table
 
     def initial_state(self, seeds: list[int]) -> HiddenState:
-        """The hidden state at the start of an episode."""
         return self.agent.network.initial_state(len(seeds))
 
     def act(self, view: PolicyView, hidden_state: HiddenState, uniform: Tensor) -> tuple[Tensor, HiddenState]:
-        """Actions (n, heads) and the next hidden state."""
         # From the policy's own columns: one trained without sensing must not see what others sense.
         observations = self.agent.normalise(signals_to_features(view.signals, self.agent.layout))
         decision, _, hidden_state = self.agent.act(

@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from esper.leyline import BadValueError, EsperError, UnknownNameError
+from esper.leyline import BadValueError, EsperError
 from esper.leyline.numbers import require_whole
 from esper.simic.agent import losses
 from esper.simic.agent.adam import FusedAdamW
-from esper.simic.agent.config import (
-    ADAM_EPS,
-    COMPILE_MODES,
-    FAILURES_ALLOWED,
-    GAP_REFUSED,
-    KL_STOP,
-    NORM_EPS,
-    CompileMode,
-    PPOConfig,
-)
+from esper.simic.agent.config import ADAM_EPS, FAILURES_ALLOWED, GAP_REFUSED, KL_STOP, NORM_EPS, CompileMode, PPOConfig
 from esper.simic.agent.metrics import MinibatchRecord, PPOUpdateMetrics, UpdateObserver, summarise
 from esper.simic.agent.minibatch import Minibatch, PreparedRound, Reference, gather_inputs, prepare_round
 from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
@@ -77,21 +68,15 @@ class PPOAgent:
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.observations = ObservationNormalizer(layout.columns(), device=self.device)
         self.returns = ReturnNormalizer(tasks, device=self.device)
-        named = sorted(self.network.named_parameters(), key=lambda item: item[0].startswith("critic"))
-        others = [weight for name, weight in named if not name.startswith("critic")]
-        critic = [weight for name, weight in named if name.startswith("critic")]
-        self._weights: list[Parameter] = [*others, *critic]
-        self.optimizer = FusedAdamW(
-            [{"params": others, "weight_decay": 0.0}, {"params": critic, "weight_decay": self.config.critic_decay}],
-            lr=self.config.rate,
-            eps=ADAM_EPS,
-            fused=True,
-        )
-        owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name, _ in named]
-        self._owners = torch.tensor(owners, device=self.device)
-        """(weights, heads) bool: which weights belong to which head."""
-        self._encode: Callable[[Tensor], Encoded]
-        self._decide: Callable[..., Decision]
+        named = list(self.network.named_parameters())
+        others = {name: weight for name, weight in named if not name.startswith("critic")}
+        critic = {name: weight for name, weight in named if name.startswith("critic")}
+        self._weights: list[Parameter] = [*others.values(), *critic.values()]
+        decayed = {"params": [*critic.values()], "weight_decay": self.config.critic_decay}
+        groups = [{"params": [*others.values()], "weight_decay": 0.0}, decayed]
+        self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
+        owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
+        self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head
         self.compile(self.config.compile)
 
     @property
@@ -105,35 +90,29 @@ class PPOAgent:
         return self.config.explore_at(self.progress)
 
     def compile(self, mode: CompileMode) -> None:
-        """Compile encoder and heads for the update, or return to eager mode. `act` is always eager.
-
-        Shapes are dynamic because rounds differ in their sequences, so there are no CUDA graphs. The network itself is
-        unchanged, so checkpoints do not depend on this.
-        """
-        if mode not in COMPILE_MODES:
-            raise UnknownNameError("compile mode", mode, COMPILE_MODES)
+        """Compile encoder and heads for the update, or return to eager mode. `act` is always eager. Shapes are dynamic
+        because rounds differ in their sequences, so there are no CUDA graphs. Checkpoints do not depend on this."""
         self.compile_mode: CompileMode = mode
-        self._encode, self._decide = self.network.encode, self.network.decide
+        self._encode: Callable[[Tensor], Encoded] = self.network.encode
+        self._decide: Callable[..., Decision] = self.network.decide
         if mode != "off":
             self._encode = torch.compile(self.network.encode, mode=mode, dynamic=True)
             self._decide = torch.compile(self.network.decide, mode=mode, dynamic=True)
 
-    def _or_eager(self, work: Callable[[], T]) -> T:
+    def _or_eager(self, work: Callable[..., T], *arguments: object, **settings: object) -> T:
         """Do the work. If the compiler fails, warn, return to eager mode and do it again."""
         try:
-            return work()
+            return work(*arguments, **settings)
         except Exception as error:
             if self.compile_mode == "off" or not type(error).__module__.startswith(COMPILERS):
                 raise
             warnings.warn(f"torch.compile failed, continuing without it: {error}", RuntimeWarning, stacklevel=3)
             self.compile("off")
-            return work()
+            return work(*arguments, **settings)
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Normalise raw observations (n, size) on the agent's device."""
         return self.observations(raw) if self.config.normalise_observations else raw
-
-    # -- acting -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def act(
@@ -164,7 +143,6 @@ class PPOAgent:
         return decision, values, hidden_state
 
     def _explain(self, observations: Tensor, decision: Decision) -> None:
-        """Raise an error that names the cause."""
         if len(bad := (~observations.isfinite()).nonzero()):
             env, column = bad[0].tolist()
             name = self.layout.column_names[int(self.layout.columns()[column])]
@@ -193,18 +171,13 @@ class PPOAgent:
         values = self.values_of(self.network.value(core, encoded), buffer.cell_tasks[batch.cells])
         buffer.values.view(-1)[batch.cells] = values
 
-    # -- learning -----------------------------------------------------------------------------------------------------
-
     def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
-        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics).
-
-        The observer sees every minibatch and changes nothing.
-        """
+        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics)."""
         config, progress = self.config, self.progress
         self._check(buffer)
         sequences = buffer.sequences()
         partition = self._partition(buffer, sequences)
-        reference = self._or_eager(lambda: self._reference(buffer, partition))
+        reference = self._or_eager(self._reference, buffer, partition)
         prepared = prepare_round(buffer, reference, self.returns, config, len(partition))
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(progress)
@@ -219,7 +192,8 @@ class PPOAgent:
             for batches in partition:
                 if not epoch or len(partition) > 1:  # a round in a single minibatch is gathered once
                     pieces = [prepared.minibatch(batch) for batch in batches]
-                record, kl = self._differentiate(prepared, pieces, measured=regularised or not epoch)
+                measured = regularised or not epoch
+                record, kl = self._or_eager(self._differentiate, prepared, pieces, measured=measured)
                 if config.target_kl is not None:
                     halted = halted | ~(kl <= KL_STOP * config.target_kl)
                 if observer is not None:
@@ -237,7 +211,6 @@ class PPOAgent:
         return metrics
 
     def _check(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Raise unless the buffer holds a round of this agent."""
         if buffer.table != self.table:
             sizes, expected = ({head.name: head.size for head in table.heads} for table in (buffer.table, self.table))
             remark = "; their masks or uses differ" if sizes == expected else ""
@@ -269,10 +242,8 @@ class PPOAgent:
         return decision, self.network.value(core, encoded)
 
     def _reference(self, buffer: TamiyoRolloutBuffer, partition: list[list[Batch]]) -> Reference:
-        """The policy before the update, on the first epoch's minibatches.
-
-        The same kernels on the same shapes make the first ratios exactly 1. (Without autograd the LSTM uses another.)
-        """
+        """The policy before the update, on the first epoch's minibatches: the same kernels on the same shapes make the
+        first ratios exactly 1. (Without autograd the LSTM uses another kernel.)"""
         log_probs = torch.zeros_like(buffer.log_probs).flatten(0, 1)
         decided = torch.zeros_like(log_probs, dtype=torch.bool)
         values = torch.zeros_like(log_probs[:, 0])
@@ -288,30 +259,23 @@ class PPOAgent:
         self, prepared: PreparedRound, pieces: list[Minibatch], *, measured: bool
     ) -> tuple[MinibatchRecord, Tensor]:
         """Gradients of a minibatch, accumulated over its pieces; its record, and the joint action's KL."""
-
-        def accumulate() -> tuple[MinibatchRecord, Tensor]:
-            for weight in self._weights:
-                weight.grad = None
-            log_ratios: list[Tensor] = []
-            figures: dict[str, Tensor] = {}
-            for piece in pieces:
-                loss, log_ratio, terms = self._loss(prepared, piece, measured=measured)
-                loss.backward()
-                log_ratios.append(log_ratio.detach())
-                for name, term in terms.items():
-                    figures[name] = figures[name] + term.detach() if name in figures else term.detach()
-            kl = figures.pop("kl")
-            return MinibatchRecord(torch.cat(log_ratios), torch.cat([piece.decided for piece in pieces]), figures), kl
-
-        return self._or_eager(accumulate)
+        for weight in self._weights:
+            weight.grad = None
+        log_ratios: list[Tensor] = []
+        figures: dict[str, Tensor] = {}
+        for piece in pieces:
+            loss, log_ratio, terms = self._loss(prepared, piece, measured=measured)
+            loss.backward()
+            log_ratios.append(log_ratio.detach())
+            for name, term in terms.items():
+                figures[name] = figures[name] + term.detach() if name in figures else term.detach()
+        kl = figures.pop("kl")
+        return MinibatchRecord(torch.cat(log_ratios), torch.cat([piece.decided for piece in pieces]), figures), kl
 
     def _loss(
         self, prepared: PreparedRound, piece: Minibatch, *, measured: bool
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss of a piece, its log-ratios, and its share of the minibatch's loss terms and KL.
-
-        Every mean divides by the count over the whole round × 1/minibatches, whatever the size of the minibatch.
-        """
+        """The loss of a piece, its log-ratios, and its share of the minibatch's loss terms and KL."""
         config, decided = self.config, piece.decided
         entropy_coefficient, clip = config.entropy_at(self.progress), config.clip_at(self.progress)
         inputs = (piece.observations, piece.masks, piece.actions, piece.batch)
@@ -321,12 +285,9 @@ class PPOAgent:
             sums = losses.joint_surrogate(log_ratio, decided, piece.advantages[:, 0], clip)
             policy_loss = sums * prepared.per_decision
         else:
-            policy_loss = (
-                losses.masked_sum(losses.surrogate(ratio, piece.advantages, clip), decided) @ prepared.per_head
-            )
-        errors = losses.value_errors(
-            values, piece.targets, old=piece.values, clip=config.value_clip, huber=config.huber
-        )
+            sums = losses.masked_sum(losses.surrogate(ratio, piece.advantages, clip), decided)
+            policy_loss = sums @ prepared.per_head
+        errors = losses.value_errors(values, piece.targets, piece.values, clip=config.value_clip, huber=config.huber)
         value_loss = (errors @ piece.weights) * prepared.per_weight
         loss = policy_loss + config.value_coefficient * value_loss
         with torch.no_grad():

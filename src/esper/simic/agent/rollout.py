@@ -28,38 +28,28 @@ CPU thread)."""
 class Step(NamedTuple):
     """One step of n envs."""
 
-    observations: Tensor
-    """(n, size), normalised"""
+    observations: Tensor  # (n, size), normalised
     masks: Masks
-    actions: Tensor
-    """(n, heads)"""
-    log_probs: Tensor
-    """(n, heads)"""
-    values: Tensor
-    """(n,) of the state before the action"""
-    rewards: Tensor
-    """(n,)"""
-    ends: Tensor
-    """(n,) bool: the segment ends with this step, and the hidden state is reset"""
-    bootstraps: Tensor
-    """(n,): value of the next state where a segment was truncated, else 0"""
+    actions: Tensor  # (n, heads)
+    log_probs: Tensor  # (n, heads)
+    values: Tensor  # (n,) of the state before the action
+    rewards: Tensor  # (n,)
+    ends: Tensor  # (n,) bool: the segment ends with this step, and the hidden state is reset
+    bootstraps: Tensor  # (n,): value of the next state where a segment was truncated, else 0
 
 
 class Batch(NamedTuple):
     """Steps of some rows in packed order."""
 
-    cells: Tensor
-    """(steps,): index into the round's tensors, flattened over rows and columns"""
+    cells: Tensor  # (steps,): index into the round's tensors, flattened over rows and columns
     stretches: Stretches
-    hidden_state: HiddenState
-    """(sequences, hidden), at the start of each"""
+    hidden_state: HiddenState  # (sequences, hidden), at the start of each
 
 
 class Sequences(NamedTuple):
     """The sequences of a round, on the host."""
 
-    starts: Array
-    """Index of the first cell of each."""
+    starts: Array  # index of the first cell of each
     lengths: Array
     rows: Array
 
@@ -93,10 +83,8 @@ class TamiyoRolloutBuffer:
         self.lengths = self._zeros(n_envs, dtype=torch.long)
         self.hidden_state: HiddenState = (self._zeros(n_envs, hidden), self._zeros(n_envs, hidden))
         self.tasks = self._zeros(n_envs, dtype=torch.long) if tasks is None else tasks.to(self.device)
-        """(n_envs,): the task of each env."""
         _check("tasks", self.tasks, self.lengths, (n_envs,))
-        self.epsilon = 0.0
-        """Share of uniform choices in this round."""
+        self.epsilon = 0.0  # share of uniform choices in this round
         self._lengths = [0] * n_envs
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,38 +103,32 @@ class TamiyoRolloutBuffer:
 
     @torch.no_grad()
     def add(self, step: Step, envs: Sequence[int] | None = None) -> None:
-        """Append one step of all envs, or of these. A step that does not fit raises and changes nothing.
-
-        Rewards are checked to be finite on the CPU alone; elsewhere it would cost a sync per step.
-        """
+        """Append one step of all envs, or of these. A step that does not fit raises and changes nothing."""
         chosen = range(self.n_envs) if envs is None else envs
         if len(set(chosen)) != len(chosen) or any(env not in range(self.n_envs) for env in chosen):
             raise BadValueError(f"envs {list(chosen)} must be different ones of 0 … {self.n_envs - 1}")
         if full := [env for env in chosen if self._lengths[env] >= self.capacity]:
             raise BadValueError(f"env {full[0]} already has {self.capacity} steps, the capacity of this buffer")
-        pairs = self._pair(step, chosen)
+        self.table.check_masks(step.masks, len(chosen))
+        # The fields of a step are named like the buffer's tensors.
+        pairs = [(name, getattr(self, name), getattr(step, name)) for name in Step._fields if name != "masks"]
+        pairs += [(f"mask of head {name!r}", own, step.masks[name]) for name, own in self.masks.items()]
+        for name, own, given in pairs:
+            _check(name, given, own, (len(chosen), *own.shape[2:]))
+        # Not on a GPU, where it would cost a sync per step.
+        if self.device.type == "cpu" and len(bad := (~step.rewards.isfinite()).nonzero()):
+            env, reward = chosen[int(bad[0])], float(step.rewards[bad[0]])
+            raise BadValueError(f"env {env} got the reward {reward} in step {self._lengths[env]}; it must be finite")
         if envs is None and len(set(self._lengths)) == 1:  # lockstep: plain slices
             index: tuple[slice | Tensor, int | Tensor] = slice(None), self._lengths[0]
         else:
             rows = self.moved(np.array(chosen, np.int64))
             index = rows, self.lengths[rows]
-        for own, given in pairs:
+        for _, own, given in pairs:
             own[index] = given
         self.lengths[index[0]] += 1
         for env in chosen:
             self._lengths[env] += 1
-
-    def _pair(self, step: Step, envs: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of own tensor and the given one, checked. The fields of a step are named like the buffer's tensors."""
-        pairs = [(name, getattr(self, name), getattr(step, name)) for name in Step._fields if name != "masks"]
-        self.table.check_masks(step.masks, len(envs))
-        pairs += [(f"mask of head {name!r}", own, step.masks[name]) for name, own in self.masks.items()]
-        for name, own, given in pairs:
-            _check(name, given, own, (len(envs), *own.shape[2:]))
-        if self.device.type == "cpu" and len(bad := (~step.rewards.isfinite()).nonzero()):
-            env, reward = envs[int(bad[0])], float(step.rewards[bad[0]])
-            raise BadValueError(f"env {env} got the reward {reward} in step {self._lengths[env]}; it must be finite")
-        return [(own, given) for _, own, given in pairs]
 
     @torch.no_grad()
     def cut(self, values: Tensor) -> None:

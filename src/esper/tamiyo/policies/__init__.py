@@ -9,7 +9,6 @@ from esper.tamiyo.policies.open_loop import (
     SchedulePolicy,
     WaitPolicy,
 )
-from esper.tamiyo.policies.shipped import read_heuristic, read_plan, shipped_file
 
 __all__ = [
     "HeuristicConfig",
@@ -20,7 +19,4 @@ __all__ = [
     "RandomPolicy",
     "SchedulePolicy",
     "WaitPolicy",
-    "read_heuristic",
-    "read_plan",
-    "shipped_file",
 ]

@@ -21,15 +21,14 @@ from torch import Tensor
 from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError, objective, rent
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable
-from esper.tamiyo.policy import PolicyView, Proposal, check_slots, propose, propose_seed, take_first
-from esper.tamiyo.signals import HostView, OfferView, SlotView
+from esper.tamiyo.policy import PolicyView, Proposal, check_slots, propose, take_first
+from esper.tamiyo.signals import HostView
 
 OfferChoice = Literal["net", "per_cost", "worth"]
 OFFER_CHOICES: tuple[OfferChoice, ...] = get_args(OfferChoice)
 
 IN_PROGRESS = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
-COST_FLOOR = 1e-2
-"""Lower bound of costs, in hosts, so that a free seed is not infinitely good."""
+COST_FLOOR = 1e-2  # lower bound of costs, in hosts, so that a free seed is not infinitely good
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,9 @@ class HeuristicConfig:
 class HeuristicState(NamedTuple):
     """The state of the rules during an episode."""
 
-    level: Tensor
-    """(N,): the accuracy to exceed"""
-    since: Tensor
-    """(N,): steps since it was exceeded"""
-    tried: Tensor
-    """(N, S, B) bool: offers germinated so far"""
+    level: Tensor  # (N,): the accuracy to exceed
+    since: Tensor  # (N,): steps since it was exceeded
+    tried: Tensor  # (N, S, B) bool: offers germinated so far
 
 
 class HeuristicTamiyo:
@@ -103,32 +99,29 @@ class HeuristicTamiyo:
         self.config = config if config is not None else HeuristicConfig()
 
     def initial_state(self, seeds: list[int]) -> HeuristicState:
-        """No accuracy to exceed, nothing tried."""
-        n, offers = len(seeds), (len(self.slots), len(self.slots.blueprint_names))
-        return HeuristicState(
-            torch.full((n,), -torch.inf), torch.zeros(n, dtype=torch.long), torch.zeros((n, *offers), dtype=torch.bool)
-        )
+        level, since = torch.full((len(seeds),), -torch.inf), torch.zeros(len(seeds), dtype=torch.long)
+        tried = torch.zeros((len(seeds), len(self.slots), len(self.slots.blueprint_names)), dtype=torch.bool)
+        return HeuristicState(level, since, tried)
 
     def act(self, view: PolicyView, state: HeuristicState, uniform: Tensor) -> tuple[Tensor, HeuristicState]:
-        """The first rule that applies."""
-        hosts, offers = view.signals.hosts, view.signals.offers
+        hosts = view.signals.hosts
         level, since, tried = (part.to(uniform.device, non_blocking=True) for part in state)
         rising = hosts.accuracy > level + self.config.plateau
         level = hosts.accuracy.where(rising, level)
         since = (since + 1).where(~rising, 0)
         left = steps_left(hosts, view.step)
-        rules = [
-            *self._judge_held(view, left),
-            *self._judge_trained(view, left),
-            self._germinate(view, left, since, tried),
-        ]
-        actions = take_first(self.table, view.masks, rules)
-        return actions, HeuristicState(level, since, tried | self._germinated_by(actions, offers))
+        rules = [*self._judge_held(view, left), *self._judge_trained(view, left)]
+        actions = take_first(self.table, view.masks, [*rules, self._germinate(view, left, since, tried)])
+        op, slot, blueprint = (actions[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
+        env = torch.arange(len(op), device=op.device)
+        tried = tried.index_put((env, slot, blueprint), tried[env, slot, blueprint] | (op == LifecycleOp.GERMINATE))
+        return actions, HeuristicState(level, since, tried)
 
     def _judge_held(self, view: PolicyView, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
         """Fossilise at the end, fossilise, prune."""
         config, slots = self.config, view.signals.slots
-        net = slots.contribution.value - rent(seed_cost(slots, view.signals.offers), 1.0, config.rent)
+        cost = view.signals.offers.cost.gather(-1, slots.blueprint.clamp(min=0)[..., None]).squeeze(-1)
+        net = slots.contribution.value - rent(cost, 1.0, config.rent)
         error = config.errors * slots.contribution.error
         judged = (slots.stage == SeedStage.HOLDING) & slots.contribution.valid
         ending = (left <= config.ending)[:, None]
@@ -152,30 +145,16 @@ class HeuristicTamiyo:
         )
 
     def _germinate(self, view: PolicyView, left: Tensor, since: Tensor, tried: Tensor) -> Proposal:
-        """On a plateau, the best offer."""
         config, stage = self.config, view.signals.slots.stage
         in_progress = sum((stage == each).sum(-1) for each in IN_PROGRESS)
         due = (since >= config.patience) & (left >= config.germinate_left) & (in_progress < config.at_once)
-        return propose_seed(due[:, None, None] & ~tried, self._rate(view.signals.offers), view.masks)
-
-    def _rate(self, offers: OfferView) -> Tensor:
-        """(N, S, B): rating of the offers."""
-        if self.config.choice == "net":
-            return objective(offers.worth, offers.cost, 1.0, self.config.cost_weight)
-        return offers.worth / offers.cost.clamp(min=COST_FLOOR) if self.config.choice == "per_cost" else offers.worth
-
-    def _germinated_by(self, actions: Tensor, offers: OfferView) -> Tensor:
-        """(N, S, B) bool: the offer that an action germinates."""
-        op, slot, blueprint = (actions[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
-        _, slots, blueprints = offers.worth.shape
-        at_slot = torch.arange(slots, device=op.device) == slot[:, None]
-        at_blueprint = torch.arange(blueprints, device=op.device) == blueprint[:, None]
-        return (op == LifecycleOp.GERMINATE)[:, None, None] & at_slot[..., None] & at_blueprint[:, None]
-
-
-def seed_cost(slots: SlotView, offers: OfferView) -> Tensor:
-    """(N, S): parameters of the seed in each slot divided by the host's; meaningless for empty slots."""
-    return offers.cost.gather(-1, slots.blueprint.clamp(min=0)[..., None]).squeeze(-1)
+        offers = view.signals.offers
+        rating = offers.worth
+        if config.choice == "net":
+            rating = objective(offers.worth, offers.cost, 1.0, config.cost_weight)
+        elif config.choice == "per_cost":
+            rating = offers.worth / offers.cost.clamp(min=COST_FLOOR)
+        return propose(LifecycleOp.GERMINATE, due[:, None, None] & ~tried, rating, view.masks)
 
 
 def steps_left(hosts: HostView, step: int) -> Tensor:

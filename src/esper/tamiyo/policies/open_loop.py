@@ -6,42 +6,41 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
 from esper.leyline.numbers import require_whole
-from esper.tamiyo.heads import ActionTable, MaskedCategorical, Masks, pick
+from esper.tamiyo.heads import ActionTable, MaskedCategorical, pick
 from esper.tamiyo.policy import PolicyView, check_slots, complete, legal_slots, used_heads
 
 MAX_SEEDS = 3
 NEVER = 2**62
 
 
+@dataclass(frozen=True)
 class WaitPolicy:
     """Never grows anything."""
 
-    def __init__(self, table: ActionTable) -> None:
-        self.table = table
+    table: ActionTable
 
     def initial_state(self, seeds: list[int]) -> None:
         """None."""
 
     def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
-        """WAIT."""
         wait = torch.full((len(uniform),), LifecycleOp.WAIT, device=uniform.device)
         return complete(self.table, view.masks, wait, wait, wait), None
 
 
+@dataclass(frozen=True)
 class RandomPolicy:
     """Draws each head uniformly from the choices that are legal given the earlier heads."""
 
-    def __init__(self, table: ActionTable) -> None:
-        self.table = table
+    table: ActionTable
 
     def initial_state(self, seeds: list[int]) -> None:
         """None."""
 
     def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
-        """One draw per head."""
         self.table.check_masks(view.masks, len(uniform))
         chosen: dict[str, Tensor] = {}
         used: Tensor | None = None
@@ -65,10 +64,8 @@ class PlannedSeed:
 
     slot: str
     blueprint: str
-    germinate_at: int
-    """Step, from 0."""
-    advance_after: int = 3
-    """Steps from germination to blending; the gates of the lifecycle need three."""
+    germinate_at: int  # step, from 0
+    advance_after: int = 3  # steps from germination to blending; the gates of the lifecycle need three
 
     def __post_init__(self) -> None:
         require_whole("germinate_at", self.germinate_at, 0)
@@ -99,35 +96,15 @@ class Plan:
 class PlanTensors(NamedTuple):
     """The plans of all envs, (N, seeds) each, in the order of the plan."""
 
-    planned: Tensor
-    """bool; False pads plans with fewer seeds than the longest"""
+    planned: Tensor  # bool; False pads plans with fewer seeds than the longest
     slot: Tensor
     blueprint: Tensor
     germinate_at: Tensor
     advance_after: Tensor
 
 
-def plan_tensors(plans: Sequence[Plan], slots: SlotConfig) -> PlanTensors:
-    """Tensors of one plan per env; at least one column, which may be padding."""
-    names = slots.blueprint_names
-    rows = [
-        [
-            (1, slots.index(seed.slot), names.index(seed.blueprint), seed.germinate_at, seed.advance_after)
-            for seed in plan.seeds
-        ]
-        for plan in plans
-    ]
-    longest = max((len(row) for row in rows), default=0) or 1
-    padded = [row + [(0, 0, 0, 0, 0)] * (longest - len(row)) for row in rows]
-    planned, *rest = torch.tensor(padded, dtype=torch.long).reshape(len(plans), longest, 5).unbind(-1)
-    return PlanTensors(planned.bool(), *rest)
-
-
 def follow(table: ActionTable, view: PolicyView, plans: PlanTensors) -> Tensor:
-    """Actions (N, heads): the legal step of each plan that has been due for longest; ties in the order of the plan.
-
-    A seed is germinated once. One that the governor cut is not germinated again.
-    """
+    """Actions (N, heads): the legal step of each plan that has been due for longest; ties in the order of the plan."""
     slots = view.signals.slots
     stage, age, held, tried = (
         part.gather(1, plans.slot).long() for part in (slots.stage, slots.age, slots.steps_in_stage, slots.tried)
@@ -137,18 +114,15 @@ def follow(table: ActionTable, view: PolicyView, plans: PlanTensors) -> Tensor:
     op = op.masked_fill(training, LifecycleOp.ADVANCE).masked_fill(holding, LifecycleOp.FOSSILIZE)
     due = plans.germinate_at.where(~training, view.step - age + plans.advance_after)
     due = due.where(~holding, view.step - held)
+    # A seed is germinated once; one that the governor cut is not germinated again.
     waits = ((stage == SeedStage.DORMANT) & (tried == 0)) | training | holding
-    ready = plans.planned & waits & (due <= view.step) & _legal(view.masks, op, plans)
+    masks, env = view.masks, torch.arange(len(op), device=op.device)[:, None]
+    offered = masks["blueprint"][env, plans.slot, plans.blueprint] | (op != LifecycleOp.GERMINATE)
+    legal = masks["op"][env, op] & masks["slot"][env, op, plans.slot] & offered
+    ready = plans.planned & waits & (due <= view.step) & legal
     seed = due.masked_fill(~ready, NEVER).argmin(-1)
     op = pick(op, seed).where(ready.any(-1), LifecycleOp.WAIT)
-    return complete(table, view.masks, op, pick(plans.slot, seed), pick(plans.blueprint, seed))
-
-
-def _legal(masks: Masks, op: Tensor, plans: PlanTensors) -> Tensor:
-    """(N, seeds): whether these ops are legal for these seeds."""
-    env = torch.arange(len(op), device=op.device)[:, None]
-    offered = masks["blueprint"][env, plans.slot, plans.blueprint] | (op != LifecycleOp.GERMINATE)
-    return masks["op"][env, op] & masks["slot"][env, op, plans.slot] & offered
+    return complete(table, masks, op, pick(plans.slot, seed), pick(plans.blueprint, seed))
 
 
 class SchedulePolicy:
@@ -160,20 +134,25 @@ class SchedulePolicy:
 
     def __init__(self, table: ActionTable, slots: SlotConfig, plan: Plan | Sequence[Plan]) -> None:
         check_slots(table, slots)
-        self.table, self.slots = table, slots
-        self.plan = plan if isinstance(plan, Plan) else tuple(plan)
+        self.table, self.slots, self.plan = table, slots, plan
         for each in [plan] if isinstance(plan, Plan) else plan:
             each.check(slots)
 
     def initial_state(self, seeds: list[int]) -> PlanTensors:
-        """The plans as tensors."""
+        """The plans as tensors, with at least one column, which may be padding."""
         plans = [self.plan] * len(seeds) if isinstance(self.plan, Plan) else self.plan
         if len(plans) != len(seeds):
             raise BadValueError(f"got {len(plans)} plans for {len(seeds)} envs; pass one plan, or one per env")
-        return plan_tensors(plans, self.slots)
+        names, slot_of = self.slots.blueprint_names, self.slots.index
+        rows = [
+            [(1, slot_of(s.slot), names.index(s.blueprint), s.germinate_at, s.advance_after) for s in plan.seeds]
+            for plan in plans
+        ]
+        padded = pad_sequence([torch.tensor(row or [[0] * 5]) for row in rows], batch_first=True)
+        planned, *rest = padded.unbind(-1)
+        return PlanTensors(planned.bool(), *rest)
 
     def act(self, view: PolicyView, state: PlanTensors, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
-        """The next step that is due."""
         plans = PlanTensors(*(part.to(uniform.device, non_blocking=True) for part in state))
         return follow(self.table, view, plans), plans
 
@@ -191,15 +170,12 @@ class RandomCommitPolicy:
 
     def act(self, view: PolicyView, state: PlanTensors | None, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
         """The first draws decide everything; later ones are unused."""
-        plans = self._draw_plans(view, uniform) if state is None else state
-        return follow(self.table, view, plans), plans
-
-    def _draw_plans(self, view: PolicyView, uniform: Tensor) -> PlanTensors:
-        when, where, what = (uniform[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
-        latest = self.steps // 2
-        slot = _draw(legal_slots(view.masks, LifecycleOp.GERMINATE), where)
-        blueprint = _draw(pick(view.masks["blueprint"], slot), what)
-        germinate_at = (when * (latest + 1)).long().clamp(max=latest)
-        planned = torch.ones_like(slot, dtype=torch.bool)
-        parts = (planned, slot, blueprint, view.step + germinate_at, torch.zeros_like(slot))
-        return PlanTensors(*(part[:, None] for part in parts))
+        if state is None:
+            when, where, what = (uniform[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
+            latest = self.steps // 2
+            slot = _draw(legal_slots(view.masks, LifecycleOp.GERMINATE), where)
+            blueprint = _draw(pick(view.masks["blueprint"], slot), what)
+            germinate_at = view.step + (when * (latest + 1)).long().clamp(max=latest)
+            parts = (torch.ones_like(slot, dtype=torch.bool), slot, blueprint, germinate_at, torch.zeros_like(slot))
+            state = PlanTensors(*(part[:, None] for part in parts))
+        return follow(self.table, view, state), state

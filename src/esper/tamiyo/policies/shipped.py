@@ -18,8 +18,7 @@ from esper.tamiyo.policies.open_loop import Plan
 FORMAT = 1
 TunedKind = Literal["schedule", "heuristic"]
 TUNED_KINDS: tuple[TunedKind, ...] = get_args(TunedKind)
-CONTENT: dict[TunedKind, str] = {"schedule": "plan", "heuristic": "heuristic"}
-"""The key of a file's content."""
+CONTENT: dict[TunedKind, str] = {"schedule": "plan", "heuristic": "heuristic"}  # the key of a file's content
 SHIPPED = Path(__file__).with_suffix("")
 
 
