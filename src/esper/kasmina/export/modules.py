@@ -65,7 +65,6 @@ class Exporter:
     def construct(self, module: nn.Module, path: str) -> Expression:
         """The expression that builds a module like this one; `path` names it in errors."""
         kind = type(module)
-        self.file.import_usual("nn")
         if kind in LAYERS:
             return LAYERS[kind](module, self)
         if kind in CONTAINERS:
@@ -74,10 +73,9 @@ class Exporter:
             return torch_constructor(module, path)
         return self._of_own_class(module, path)
 
-    def twin(self, name: str, text: str, *uses: str) -> str:
+    def twin(self, name: str, text: str) -> str:
         """Define a class whose text is given, and return its name in the file."""
         if text not in self._classes:
-            self.file.import_usual("nn", "Tensor", "torch", *uses)
             self._classes[text] = self.file.free_name(name)
             self.file.define(self._classes[text], text.replace(f"class {name}(", f"class {self._classes[text]}("))
         return self._classes[text]
@@ -86,7 +84,6 @@ class Exporter:
         opening, closing = CONTAINERS[type(module)]
         named = isinstance(module, nn.ModuleDict)
         if isinstance(module, nn.Sequential) and any(not key.isdigit() for key, _ in module.named_children()):
-            self.file.import_as("OrderedDict", "collections", "OrderedDict")
             opening, closing, named = "nn.Sequential(OrderedDict({", "}))", True
         children = ((key, self.construct(child, f"{path}.{key}")) for key, child in module.named_children())
         return Call(
@@ -109,7 +106,6 @@ class Exporter:
                 parts[name] = f"nn.{annotation}", self.construct(child, f"{path}.{name}")
         tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         for name, tensor in tensors.items():
-            self.file.import_usual("torch", "Tensor")
             learns = isinstance(tensor, nn.Parameter)
             parts[name] = ("nn.Parameter", f"nn.Parameter({_blank(tensor)})") if learns else ("Tensor", _blank(tensor))
         parts |= {name: part for name, part in attributes.items() if name not in parts}
@@ -158,8 +154,6 @@ class Exporter:
                 f"{label} is {value!r}; forward may only use attributes that are layers, parameters, buffers, plain "
                 "values or functions of torch"
             )
-        self.file.import_usual("Tensor")
-        self.file.import_as("Callable", "collections.abc", "Callable")
         self.file.import_as(source[1], *source)
         return "Callable[..., Tensor]", source[1]
 
@@ -173,7 +167,7 @@ CONTAINERS: dict[type[nn.Module], tuple[str, str]] = {
 
 def _convolution(layer: layers.Conv2d, exporter: Exporter) -> Call:
     if layer.mask is not None and not bool((layer.mask == 1).all()):
-        name = exporter.twin("MaskedConv2d", MASKED_CONV, "F")
+        name = exporter.twin("MaskedConv2d", MASKED_CONV)
         return call(name, layer.inputs, layer.outputs, layer.kernel_size, **_unless(groups=(layer.groups, 1)))
     options = _unless(padding=(layer.kernel_size // 2, 0), groups=(layer.groups, 1))
     return call("nn.Conv2d", layer.inputs, layer.outputs, layer.kernel_size, **options, bias=False)

@@ -140,8 +140,6 @@ def network_source(host: Host, growths: Sequence[Growth]) -> tuple[str, dict[str
             steps.append(f"h = self.{name}(h)  # grown: {growth.label}")
             sources |= {f"{name}.{part}": module for part, module in growth.parts.items()}
     steps[-1] = f"return {steps[-1].removeprefix('h = ')}"
-    file.import_usual("torch", "nn", "Tensor", "Path")
-    file.import_as("load_file", "safetensors.torch", "load_file")
     arguments = ", ".join(f"{key}={value!r}" for key, value in (host.config() or {}).items())
     header = _header(NETWORK_HEADER, host, f"{type(host).__name__}({arguments})", growths)
     indent = "\n        "
@@ -210,9 +208,6 @@ def blocks_source(host: nn.Module, growths: Sequence[Growth]) -> str:
     exporter = Exporter(file)
     innermost = sorted(growths, key=lambda growth: -growth.slot_id.count("."))
     entries = tuple((f"{json.dumps(growth.slot_id)}: ", growth.construct(exporter)) for growth in innermost)
-    file.import_usual("nn", "Tensor", "Path")
-    file.import_as("Any", "typing", "Any")
-    file.import_as("load_model", "safetensors.torch", "load_model")
     header = _header(BLOCKS_HEADER, host, type(host).__name__, growths)
     return file.text(header, BLOCKS.replace("{blocks}", render(Call("{", entries, "}"), 4, 32)))
 

@@ -15,7 +15,7 @@ import itertools
 import linecache
 import sys
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Union
 
@@ -61,13 +61,19 @@ def render(expression: Expression, indent: int = 0, used: int = 0) -> str:
     return "\n".join([expression.opening, *lines, " " * indent + expression.closing])
 
 
-USUAL_IMPORTS = {
-    "torch": ("torch", None),
-    "nn": ("torch", "nn"),
-    "Tensor": ("torch", "Tensor"),
-    "F": ("torch.nn", "functional"),
-    "Path": ("pathlib", "Path"),
+TEMPLATE_IMPORTS = {
+    "torch": "import torch",
+    "nn": "from torch import nn",
+    "Tensor": "from torch import Tensor",
+    "F": "from torch.nn import functional as F",
+    "load_file": "from safetensors.torch import load_file",
+    "load_model": "from safetensors.torch import load_model",
+    "Any": "from typing import Any",
+    "Callable": "from collections.abc import Callable",
+    "OrderedDict": "from collections import OrderedDict",
+    "Path": "from pathlib import Path",
 }
+"""What the generated parts of a file refer to. These names mean nothing else in it."""
 
 
 class GeneratedFile:
@@ -75,7 +81,7 @@ class GeneratedFile:
 
     def __init__(self, *reserved: str) -> None:
         self._reserved = dict.fromkeys(reserved, "")
-        self._imports: dict[str, str] = {}
+        self._imports = dict(TEMPLATE_IMPORTS)
         self._definitions: dict[str, str] = {}
 
     def import_as(self, name: str, module: str, attribute: str | None = None) -> None:
@@ -86,11 +92,6 @@ class GeneratedFile:
         alias = "" if name == target else f" as {name}"
         line = f"import {target}{alias}" if attribute is None else f"from {module} import {target}{alias}"
         self._add(self._imports, name, line)
-
-    def import_usual(self, *names: str) -> None:
-        """Import names that every reader knows, such as `nn`."""
-        for name in names:
-            self.import_as(name, *USUAL_IMPORTS[name])
 
     def define(self, name: str, text: str) -> None:
         """Add a definition after those that it needs. A name may come again only with the same text."""
@@ -110,28 +111,31 @@ class GeneratedFile:
     def text(self, header: str, *tail: str) -> str:
         """The whole file: docstring, imports, definitions, and the blocks of `tail`."""
         constants = [text for text in self._definitions.values() if "\n" not in text]
-        blocks = [text for text in self._definitions.values() if "\n" in text]
+        blocks = [text for text in (*self._definitions.values(), *tail) if "\n" in text]
+        nodes = ast.walk(ast.parse("\n".join([*constants, *blocks])))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
         header = header.strip().replace("\\", "/").replace('"' * 3, "'" * 3)  # it stands between quotes
         parts = [
             f'"""{header}\n"""',
             "",
             "from __future__ import annotations",
             "",
-            *self._import_lines(),
+            *_import_lines(line for name, line in self._imports.items() if name in used),
             *(["", *constants] if constants else []),
-            *(f"\n\n{block.strip()}" for block in (*blocks, *tail)),
+            *(f"\n\n{block.strip()}" for block in blocks),
         ]
         return "\n".join(parts) + "\n"
 
-    def _import_lines(self) -> list[str]:
-        """The standard library first; one line per module."""
-        lines = sorted(line for line in self._imports.values() if line.startswith("import"))
-        pairs = sorted(line.split(" import ") for line in self._imports.values() if line.startswith("from"))
-        for module, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            lines.append(f"{module} import {', '.join(target for _, target in group)}")
-        standard = [line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names]
-        foreign = [line for line in lines if line not in standard]
-        return [*standard, "", *foreign] if standard else foreign
+
+def _import_lines(imports: Iterable[str]) -> list[str]:
+    """The standard library first; one line per module."""
+    pairs = sorted(line.split("import ") for line in imports)
+    lines = [f"import {target}" for origin, target in pairs if not origin]
+    for origin, group in itertools.groupby((pair for pair in pairs if pair[0]), key=lambda pair: pair[0]):
+        lines.append(f"{origin}import {', '.join(target for _, target in group)}")
+    standard = [line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names]
+    foreign = [line for line in lines if line not in standard]
+    return [*standard, "", *foreign] if standard else foreign
 
 
 def execute(text: str, filename: str) -> ModuleType:
@@ -260,7 +264,6 @@ class Method:
         elif isinstance(value, ModuleType) and is_available(value.__name__):
             file.import_as(name, value.__name__)
         elif value is max_pool:  # it knows rows; the file needs it for one network
-            file.import_usual("F", "Tensor")
             file.define(name, MAX_POOL.replace("def max_pool(", f"def {name}("))
         elif source := find_import(value, "torch", "torch.nn.functional"):
             file.import_as(name, *source)

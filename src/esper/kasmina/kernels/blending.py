@@ -153,14 +153,7 @@ class _Blend(torch.autograd.Function):
 
 
 def blend_images(
-    h: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    style: Tensor,
-    strength: Tensor,
-    valid: Tensor,
-    *,
-    multiplies: bool,
+    h: Tensor, delta: Tensor, gate: Tensor | None, style: Tensor, strength: Tensor, valid: Tensor, *, multiplies: bool
 ) -> Tensor:
     """What the entries add to h (E, B, C, H, W); `gate` (E, B, 1, 1, 1) where some have one."""
     stored, change = (part.permute(STORED["cuda"]).contiguous() for part in (h, delta))
