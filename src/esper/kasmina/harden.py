@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from esper.kasmina.export import ExportError, Growth, bare_copy, blocks_source, execute, network_source
 from esper.kasmina.layers import Statistics, count_parameters
 from esper.kasmina.slot import Body, Role, SeedSlot, SegmentedBody
-from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError, UnknownNameError
+from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError
 from esper.storage.files import replace_folder, sync_to_disk
 
 WEIGHTS = "weights.safetensors"
@@ -93,19 +93,15 @@ def choose(body: Body, keep: Sequence[str], drop: Sequence[str]) -> list[Growth]
     """The seeds to build in: fossils, and acting ones named in `keep`."""
     slots = dict(body.slot_items())
     for name in (*keep, *drop):
-        if name not in slots:
-            raise UnknownNameError("slot", name, slots)
+        body.slot(name)
     if both := sorted(set(keep) & set(drop)):
         raise BadValueError(f"slots {', '.join(both)} are in both keep and drop; name each in one of them")
     for name in keep:
         stage = slots[name].state.stage
-        if stage not in LIVE_STAGES:
-            raise StageError(f"slot {name!r} is {stage.name} and holds no seed: there is nothing to keep")
         if stage not in ACTIVE_STAGES:
-            raise StageError(
-                f"slot {name!r} is {stage.name}: its seed does not act yet (alpha 0), so there is nothing to keep; "
-                "advance it to BLENDING first, or name it in drop="
-            )
+            silent = ": its seed does not act yet (alpha 0); advance it to BLENDING first, or name it in drop="
+            why = silent if stage in LIVE_STAGES else " and holds no seed"
+            raise StageError(f"there is nothing to keep: slot {name!r} is {stage.name}{why}")
     for name in drop:
         if slots[name].state.stage is SeedStage.FOSSILIZED:
             raise StageError(f"slot {name!r} is FOSSILIZED, and a fossil is permanent: it cannot be dropped")
@@ -199,7 +195,6 @@ def _weights(
 
 
 def _keep_frozen(network: nn.Module, sources: Mapping[str, nn.Module]) -> None:
-    """Freeze the parameters that are frozen in the live network."""
     for prefix, module in sources.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             network.get_parameter(f"{prefix}.{name}").requires_grad_(parameter.requires_grad)

@@ -1,5 +1,6 @@
 """Hosts: ordered lists of segments with slots between them. A CNN and a GPT are built in."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -51,10 +52,8 @@ class Host(nn.Module):
         super().__init__()
         if not segments:
             raise HostMismatchError(f"{type(self).__name__} has no segments; a host needs at least one")
-        wrong = [
-            f"{index}: {type(part).__name__}" for index, part in enumerate(segments) if not isinstance(part, Segment)
-        ]
-        if wrong:
+        names = [f"{index}: {type(part).__name__}" for index, part in enumerate(segments)]
+        if wrong := [name for name, part in zip(names, segments, strict=True) if not isinstance(part, Segment)]:
             raise HostMismatchError(
                 f"segments {wrong} are no Segment: subclass esper.kasmina.Segment, whose forward(h, train) returns "
                 "(activation, statistics), or use attach() for a network of ordinary modules"
@@ -216,15 +215,8 @@ class CNNHost(Host):
             for index, (name, width, side) in enumerate(positions)
         ]
         super().__init__(segments, slots)
-        self._config = {
-            "channels": list(channels),
-            "kernel_size": kernel_size,
-            "pools": pools,
-            "classes": classes,
-            "in_channels": in_channels,
-            "resolution": resolution,
-            "masked": masked,
-        }
+        sizes = {"kernel_size": kernel_size, "pools": pools, "classes": classes, "in_channels": in_channels}
+        self._config = {"channels": list(channels), **sizes, "resolution": resolution, "masked": masked}
 
     def blind(self) -> None:
         """Mask all kernel taps except the centre, so that the host cannot see shapes. Needs `masked`."""
@@ -271,18 +263,6 @@ class TokenEmbedding(nn.Module):
         return self.token(ids) + self.position(positions)
 
 
-class LanguageHead(nn.Module):
-    """Final norm, then a score per entry of the vocabulary, without bias."""
-
-    def __init__(self, width: int, vocab: int) -> None:
-        super().__init__()
-        self.norm = LayerNorm(width)
-        self.linear = Linear(width, vocab, bias=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.linear(self.norm(h))
-
-
 class TokenSegment(Segment):
     """A chain of layers without statistics."""
 
@@ -320,7 +300,8 @@ class GPTHost(Host):
         size = layers // groups
         chains: list[list[nn.Module]] = [[TransformerLayer(width, heads) for _ in range(size)] for _ in range(groups)]
         chains[0].insert(0, TokenEmbedding(vocab, block, width))
-        chains[-1].append(LanguageHead(width, vocab))
+        head: OrderedDict[str, nn.Module] = OrderedDict(norm=LayerNorm(width), linear=Linear(width, vocab, bias=False))
+        chains[-1].append(nn.Sequential(head))
         slots = [
             SlotSpec(slot_id(0, index), width, "tokens", position=(index + 1) / groups, resolution=block)
             for index in range(groups - 1)
