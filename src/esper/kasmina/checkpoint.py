@@ -9,6 +9,7 @@ files, `restore` checks that they fit a body, and only then changes anything.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,6 @@ def save(
     folder: Path, body: Body, *, isolation: Isolation, config: LifecycleConfig, budget: int | None, rng_seed: int
 ) -> None:
     """Write a checkpoint. An existing one is replaced as a whole once the new one is complete."""
-    slots = dict(body.slot_items())
     model = SavedModel(
         host=_saved_host(body),
         dtype=str(next(body.host.parameters(), torch.empty(())).dtype).removeprefix("torch."),
@@ -174,26 +174,21 @@ def save(
         config=config,
         budget=budget,
         rng_seed=rng_seed,
-        slots=tuple(SavedSlot(slot.known_spec, slot.state) for slot in slots.values()),
-        frozen=tuple(name for name, p in _parameters(body.host, slots).items() if not p.requires_grad),
+        slots=tuple(SavedSlot(slot.known_spec, slot.state) for _, slot in body.slot_items()),
+        frozen=tuple(name for name, parameter in body.named_parameters() if not parameter.requires_grad),
     )
     # Nothing is written that `read` and `restore` would refuse.
     with checkpoint_errors("the model could not be loaded again"):
         encoded = encode(model)
         check_model(decode(SavedModel, json.loads(json.dumps(encoded, allow_nan=False)), "model"), "the model")
-    if model.host.kind is not None:
-        _check_one_dtype(body.host, model)
-    write_stored(folder, MODEL, {"model": encoded}, _tensors(body.host, slots))
-
-
-def _check_one_dtype(host: nn.Module, model: SavedModel) -> None:
-    """Check that all weights share a dtype, because a host is rebuilt in one."""
     wanted = DTYPES[model.dtype]
-    for name, tensor in host.state_dict().items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != wanted:
+    for name, tensor in body.host.state_dict().items():  # a host is rebuilt in one dtype
+        floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if model.host.kind is not None and floating and tensor.dtype != wanted:
             raise CheckpointError(
                 f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all of a {model.host.kind} at once"
             )
+    write_stored(folder, MODEL, {"model": encoded}, _tensors(body))
 
 
 def _saved_host(body: Body) -> SavedHost:
@@ -227,8 +222,9 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
     saved, where = checkpoint.model, str(checkpoint.folder)
     slots = dict(body.slot_items())
     _check_fit(saved, body, slots, where)
-    planted = {entry.state.slot_id: _plant(entry, body, where) for entry in saved.slots}
-    targets, parameters = _tensors(body.host, planted), _parameters(body.host, planted)
+    planted = {key: _plant(entry, body, where) for key, entry in zip(body.slots, saved.slots, strict=True)}
+    whole = nn.ModuleDict({"host": body.host, "slots": nn.ModuleDict(planted)})
+    targets, parameters = _tensors(whole), dict(whole.named_parameters())
     _check_tensors(checkpoint.tensors, targets, where)
     if unknown := sorted(set(saved.frozen) - set(parameters)):
         raise CheckpointError(f"{where}: frozen parameters {unknown} do not exist; allowed: {sorted(parameters)}")
@@ -238,8 +234,8 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
             target.copy_(checkpoint.tensors[name])
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in saved.frozen)
-    for entry in saved.slots:
-        slot, source = slots[entry.state.slot_id], planted[entry.state.slot_id]
+    for entry, source in zip(saved.slots, planted.values(), strict=True):
+        slot = slots[entry.state.slot_id]
         slot.known_spec = slot.known_spec or entry.spec
         slot.seed, slot.gate, slot.isolation = source.seed, source.gate, saved.isolation
         slot.settle(entry.state)
@@ -267,7 +263,6 @@ def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], whe
 
 
 def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
-    """A new slot with its seed, outside the body."""
     slot = SeedSlot(entry.spec or entry.state.slot_id)
     if entry.state.blueprint is not None:
         with checkpoint_errors(f"{where}: slot {entry.state.slot_id!r}"):
@@ -275,31 +270,13 @@ def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
     return slot
 
 
-def _modules(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, nn.Module]:
-    """Host and slots by the prefix of their tensors. Dots in slot ids would make names ambiguous."""
-    return {"host": host} | {f"slots.{slot_id.replace('.', '/')}": slot for slot_id, slot in slots.items()}
-
-
-def _tensors(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, Tensor]:
-    """All stored tensors by name, sharing memory with the modules."""
-    return {
-        f"{prefix}.{name}": tensor
-        for prefix, module in _modules(host, slots).items()
-        for name, tensor in module.state_dict().items()
-        if module is host or name != "alpha"
-    }
-
-
-def _parameters(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, nn.Parameter]:
-    return {
-        f"{prefix}.{name}": parameter
-        for prefix, module in _modules(host, slots).items()
-        for name, parameter in module.named_parameters()
-    }
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All stored tensors by name, sharing memory with the module. Alpha follows from the state of its slot."""
+    alpha = re.compile(r"slots\.[^.]+\.alpha")
+    return {name: tensor for name, tensor in module.state_dict().items() if not alpha.fullmatch(name)}
 
 
 def _check_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
-    """Check that names, shapes and dtypes agree."""
     missing, extra = sorted(set(targets) - set(given)), sorted(set(given) - set(targets))
     if missing or extra:
         raise CheckpointError(

@@ -173,8 +173,8 @@ def _convolution(layer: layers.Conv2d, exporter: Exporter) -> Call:
     return call("nn.Conv2d", layer.inputs, layer.outputs, layer.kernel_size, **options, bias=False)
 
 
-def _norm(name: str, layer: Any, *sizes: int, momentum: float = 0.1) -> Call:  # Any: one of our norms
-    return call(f"nn.{name}", *sizes, **_unless(eps=(layer.eps, 1e-5), momentum=(momentum, 0.1)))
+def _norm(name: str, layer: Any, *sizes: int) -> Call:  # Any: one of our norms
+    return call(f"nn.{name}", *sizes, **_unless(eps=(layer.eps, 1e-5)))
 
 
 LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a layer of that type
@@ -182,9 +182,7 @@ LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a lay
     layers.Linear: lambda layer, exporter: call(
         "nn.Linear", layer.inputs, layer.outputs, **_unless(bias=(layer.bias is not None, True))
     ),
-    layers.BatchNorm2d: lambda layer, exporter: _norm(
-        "BatchNorm2d", layer, layer.width, momentum=layers.BATCH_NORM_MOMENTUM
-    ),
+    layers.BatchNorm2d: lambda layer, exporter: _norm("BatchNorm2d", layer, layer.width),
     layers.GroupNorm: lambda layer, exporter: _norm("GroupNorm", layer, layer.groups, layer.width),
     layers.LayerNorm: lambda layer, exporter: _norm("LayerNorm", layer, layer.width),
     layers.Embedding: lambda layer, exporter: call("nn.Embedding", layer.entries, layer.width),

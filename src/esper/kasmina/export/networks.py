@@ -78,7 +78,6 @@ class Growth(NamedTuple):
 
 
 def _header(header: str, host: nn.Module, label: str, growths: Sequence[Growth]) -> str:
-    """The docstring of a file, with a summary of the network."""
     total = count_parameters(host) + sum(growth.parameters for growth in growths)
     line = f"Host: {label}, {count_parameters(host):,} parameters."
     lines = textwrap.wrap(line, LINE_WIDTH, subsequent_indent="    ")

@@ -80,9 +80,7 @@ class GeneratedFile:
     """Collects imports and top-level definitions with unique names."""
 
     def __init__(self, *reserved: str) -> None:
-        self._reserved = dict.fromkeys(reserved, "")
-        self._imports = dict(TEMPLATE_IMPORTS)
-        self._definitions: dict[str, str] = {}
+        self._names = dict.fromkeys(reserved, "") | TEMPLATE_IMPORTS
 
     def import_as(self, name: str, module: str, attribute: str | None = None) -> None:
         """Bind `name` to a module, or to an attribute of it."""
@@ -90,28 +88,24 @@ class GeneratedFile:
             module, _, attribute = module.rpartition(".")
         target = module if attribute is None else attribute
         alias = "" if name == target else f" as {name}"
-        line = f"import {target}{alias}" if attribute is None else f"from {module} import {target}{alias}"
-        self._add(self._imports, name, line)
+        self.define(name, ("" if attribute is None else f"from {module} ") + f"import {target}{alias}")
 
     def define(self, name: str, text: str) -> None:
         """Add a definition after those that it needs. A name may come again only with the same text."""
-        self._add(self._definitions, name, text)
-
-    def _add(self, table: dict[str, str], name: str, text: str) -> None:
-        others = (self._reserved, self._imports, self._definitions)
-        if any(name in other for other in others if other is not table) or table.setdefault(name, text) != text:
+        if self._names.setdefault(name, text) != text:
             raise ExportError(f"two different things are called {name!r} in what is exported; rename one of them")
 
     def free_name(self, wanted: str) -> str:
         """`wanted`, with a number if the name is in use."""
         candidates = itertools.chain([wanted], (f"{wanted}{number}" for number in itertools.count(2)))
-        used = self._imports.keys() | self._definitions.keys() | self._reserved.keys()
-        return next(name for name in candidates if name not in used)
+        return next(name for name in candidates if name not in self._names)
 
     def text(self, header: str, *tail: str) -> str:
         """The whole file: docstring, imports, definitions, and the blocks of `tail`."""
-        constants = [text for text in self._definitions.values() if "\n" not in text]
-        blocks = [text for text in (*self._definitions.values(), *tail) if "\n" in text]
+        imports = {name: text for name, text in self._names.items() if text.startswith(("import ", "from "))}
+        definitions = [text for name, text in self._names.items() if text and name not in imports]
+        constants = [text for text in definitions if "\n" not in text]
+        blocks = [text for text in (*definitions, *tail) if "\n" in text]
         nodes = ast.walk(ast.parse("\n".join([*constants, *blocks])))
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         header = header.strip().replace("\\", "/").replace('"' * 3, "'" * 3)  # it stands between quotes
@@ -120,7 +114,7 @@ class GeneratedFile:
             "",
             "from __future__ import annotations",
             "",
-            *_import_lines(line for name, line in self._imports.items() if name in used),
+            *_import_lines(line for name, line in imports.items() if name in used),
             *(["", *constants] if constants else []),
             *(f"\n\n{block.strip()}" for block in blocks),
         ]
@@ -327,7 +321,6 @@ class _WithoutStatistics(ast.NodeTransformer):
         return ast.parse("self.training", mode="eval").body if node.id == "train" else node
 
     def _passes_train(self, node: ast.expr) -> bool:
-        """Whether this calls a layer or a method with `train`."""
         if not isinstance(node, ast.Call):
             return False
         root: ast.expr = node.func
@@ -346,8 +339,6 @@ class _WithoutStatistics(ast.NodeTransformer):
 
 
 class _WithoutNames(ast.NodeTransformer):
-    """Removes assignments to certain names."""
-
     def __init__(self, names: set[str]) -> None:
         self.names = names
 
