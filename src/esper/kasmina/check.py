@@ -35,12 +35,10 @@ from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS, RandomState, fork_r
 from esper.leyline import BadValueError, BlueprintContractError, HostMismatchError, SlotSpec, Topology
 from esper.leyline.numbers import require_whole
 
-ALIVE_RATIO = 1e-6
-"""A parameter is dead if its gradient norm never exceeds this share of the largest …"""
-HOST_ALIVE_RATIO = 1e-9
-"""… or, in hosts in float64, this share; with fewer digits, rounding leaves more of a gradient that cancels."""
-BATCHES = 3
-"""Batches in a check of gradients: a layer behind a zero-initialised one gets its first gradient in the second."""
+# A parameter is dead if its gradient norm never exceeds this share of the largest. Hosts in float64 have a lower one:
+# with fewer digits, rounding leaves more of a gradient that cancels.
+ALIVE_RATIO, HOST_ALIVE_RATIO = 1e-6, 1e-9
+BATCHES = 3  # a layer behind a zero-initialised one gets its first gradient in the second
 
 
 def _gradient_norms(module: nn.Module, step_size: float, losses: Iterable[Callable[[], Tensor]]) -> dict[str, float]:
@@ -59,15 +57,12 @@ def _gradient_norms(module: nn.Module, step_size: float, losses: Iterable[Callab
 
 
 def _written(module: nn.Module, before: dict[str, Tensor]) -> str:
-    """Names of the buffers that differ from `before`."""
     return ", ".join(name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name]))
 
 
 # -- blueprints -------------------------------------------------------------------------------------------------------
 
-BLUEPRINT_BATCH = 8
-BLUEPRINT_STEP_SIZE = 0.05
-TARGET_SEED = 1_000_000_007
+BLUEPRINT_BATCH, BLUEPRINT_STEP_SIZE, TARGET_SEED = 8, 0.05, 1_000_000_007
 RESOLUTION: dict[Topology, int] = {"image": 6, "tokens": 5, "vector": 5}
 
 
@@ -155,11 +150,8 @@ def _blueprint_norms(module: nn.Module, batches: list[Tensor], rng_seed: int) ->
 
 # -- hosts ------------------------------------------------------------------------------------------------------------
 
-ROWS = 3
-HOST_BATCH = 4
-HOST_STEP_SIZE = 0.01
-PERTURBATION = 0.05
-"""Size of the differences between the weights of the three copies."""
+ROWS, HOST_BATCH, HOST_STEP_SIZE = 3, 4, 0.01
+PERTURBATION = 0.05  # size of the differences between the weights of the copies
 
 RowKind = Literal["native", "vmap", "fallback", "error"]
 _FALLBACK = re.compile(r"batching rule for (\S+?)[.,]?\s")
@@ -175,7 +167,6 @@ class HostReport:
     """`vectorised`, the op that falls back, or the error."""
     parameters: int
     slots: tuple[str, ...]
-    """Ids of the host's slots."""
     dead: tuple[str, ...]
     """Trainable parameters whose gradient is zero, missing or not finite."""
 

@@ -15,10 +15,8 @@ from torch.nn import functional as F
 from esper.kasmina.slot import Body, Role, Roles
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement, SeedStage
 
-CHUNK = 1024
-"""Inputs per forward pass when rows are scored. It bounds memory and does not change results."""
-IGNORED = -100
-"""A target that is ignored, as in torch: padding, or a token that need not be predicted."""
+CHUNK = 1024  # inputs per forward pass: it bounds memory and does not change results
+IGNORED = -100  # as in torch: the target of padding, or of a token that need not be predicted
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ def gate_fossilize(state: "SeedState", thresholds: GateThresholds) -> GateResult
     return _verdict(conditions)
 
 
+# The gate in front of each stage.
 GATES: Mapping[SeedStage, Callable[["SeedState", GateThresholds], GateResult]] = {
     SeedStage.TRAINING: gate_train,
     SeedStage.BLENDING: gate_blend,
     SeedStage.HOLDING: gate_hold,
     SeedStage.FOSSILIZED: gate_fossilize,
 }
-"""The gate in front of each stage."""

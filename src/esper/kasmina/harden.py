@@ -21,13 +21,10 @@ from esper.kasmina.slot import Body, Role, SeedSlot, SegmentedBody
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError
 from esper.storage.files import replace_folder, sync_to_disk
 
-WEIGHTS = "weights.safetensors"
-NETWORK = "network.py"
-BLOCKS = "grown_blocks.py"
-PROGRAM = "model.pt2"
-CONTENTS = "contents.json"
+WEIGHTS, CONTENTS = "weights.safetensors", "contents.json"
+NETWORK, BLOCKS, PROGRAM = "network.py", "grown_blocks.py", "model.pt2"
+# What a folder that is replaced may hold; Python adds the last one when it imports the source.
 WRITTEN = (WEIGHTS, NETWORK, BLOCKS, PROGRAM, CONTENTS, "__pycache__")
-"""What a folder that is replaced may hold; Python adds the last one when it imports the source."""
 
 
 def harden(

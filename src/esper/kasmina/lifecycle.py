@@ -35,8 +35,7 @@ from esper.leyline import (
 )
 from esper.leyline.numbers import require_share, require_whole
 
-MEASUREMENTS_KEPT = 2
-"""Gates and features use the mean of the last two measurements."""
+MEASUREMENTS_KEPT = 2  # gates and features use the mean of these
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from esper.leyline import (
 )
 from esper.leyline.numbers import require_whole
 
-RECOMPILE_LIMIT = 128
-"""Compiled graphs per model. A seed needs a few during its life; the default of torch is eight in all."""
+RECOMPILE_LIMIT = 128  # graphs per model: a seed needs a few during its life, and the default of torch is eight in all
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,7 +52,6 @@ def check_settings(isolation: Isolation, config: LifecycleConfig | None, budget:
 
 
 def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolation) -> SegmentedBody:
-    """A host of segments with the given slots (None: all)."""
     if not isinstance(host, Host):
         raise HostMismatchError(
             f"{type(host).__name__} is no Host (segments with slots between them): "

@@ -72,7 +72,6 @@ def join_state(encoded: Json, tensors: dict[str, Tensor]) -> State:
 
 
 TRAINING = StoredFormat("esper-training", 1, "training.json", "training.safetensors")
-FOLDERS = ("model", "training")
 
 
 class Stateful(Protocol):
@@ -103,8 +102,8 @@ class _Lock:
         finalize(self, stack.close)
 
 
+# By process, because a fork inherits its parent's, and by folder: objects of one process share a lock.
 _LOCKS: WeakValueDictionary[tuple[int, Path], _Lock] = WeakValueDictionary()
-"""By process, because a fork inherits its parent's, and by folder: objects of one process share a lock."""
 
 
 class TrainingCheckpoints:
@@ -143,7 +142,7 @@ class TrainingCheckpoints:
         self._lock = _LOCKS.get(key) or _Lock(self.series.folder)
         _LOCKS[key] = self._lock
         self.series.require_newest(step)
-        replace_folder(path, write, FOLDERS)
+        replace_folder(path, write, ("model", "training"))
         self.series.prune()
 
     def load(self, model: MorphogeneticModel, parts: Parts) -> int:

@@ -10,8 +10,7 @@ from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import Conv2d, GroupNorm, LayerNorm, Linear, Scale, SelfAttention
 from esper.leyline import TOPOLOGIES
 
-CHANNELS_PER_GROUP = 16
-"""Minimum number of channels per norm group, so that a norm works even on a one-pixel image."""
+CHANNELS_PER_GROUP = 16  # at least, so that a norm works even on a one-pixel image
 ATTENTION_HEADS = 4
 
 image, tokens, vector = (partial(BlueprintRegistry.register, topology) for topology in TOPOLOGIES)

@@ -177,6 +177,7 @@ def _norm(name: str, layer: Any, *sizes: int) -> Call:  # Any: one of our norms
     return call(f"nn.{name}", *sizes, **_unless(eps=(layer.eps, 1e-5)))
 
 
+# Row-aware layers → their counterparts in torch.nn, with the same names for their weights.
 LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a layer of that type
     layers.Conv2d: _convolution,
     layers.Linear: lambda layer, exporter: call(
@@ -188,7 +189,6 @@ LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a lay
     layers.Embedding: lambda layer, exporter: call("nn.Embedding", layer.entries, layer.width),
     layers.Scale: lambda layer, exporter: call(exporter.twin("Scale", SCALE), layer.weight.numel()),
 }
-"""Row-aware layers → their counterparts in torch.nn, with the same names for their weights."""
 
 
 def torch_constructor(layer: nn.Module, path: str) -> Call:

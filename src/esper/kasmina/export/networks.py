@@ -26,12 +26,12 @@ class {name}(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         return {expression}
 '''
+# Style → class name, formula, and the expression that forward returns.
 STYLES = {
     "add": ("Added", "h + alpha · seed(h)", "h + self.alpha * self.seed(h)"),
     "multiply": ("Multiplied", "h · (1 + alpha · tanh(seed(h)))", "h * (1 + self.alpha * torch.tanh(self.seed(h)))"),
     "gate": ("Gated", "h + alpha · gate(h) · seed(h)", "h + self.alpha * self.gate(h) * self.seed(h)"),
 }
-"""Style → class name, formula, and the expression that forward returns."""
 
 
 class Growth(NamedTuple):

@@ -61,6 +61,7 @@ def render(expression: Expression, indent: int = 0, used: int = 0) -> str:
     return "\n".join([expression.opening, *lines, " " * indent + expression.closing])
 
 
+# What the generated parts of a file refer to. These names mean nothing else in it.
 TEMPLATE_IMPORTS = {
     "torch": "import torch",
     "nn": "from torch import nn",
@@ -73,7 +74,6 @@ TEMPLATE_IMPORTS = {
     "OrderedDict": "from collections import OrderedDict",
     "Path": "from pathlib import Path",
 }
-"""What the generated parts of a file refer to. These names mean nothing else in it."""
 
 
 class GeneratedFile:

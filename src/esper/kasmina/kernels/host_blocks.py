@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 128
-PIXELS = 32
-"""Pooled pixels per program: statistics are first summed over these, then over programs."""
+PIXELS = 32  # pooled ones per program: statistics are first summed over these, then over programs
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed

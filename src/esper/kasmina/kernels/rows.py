@@ -18,10 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE = 2048
-"""Numbers per program and loop step."""
-COLUMNS = 128
-"""Columns of such a tile."""
+TILE = 2048  # numbers per program and loop step
+COLUMNS = 128  # of such a tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -266,12 +264,11 @@ class _SameConv(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         pad, groups = weight.shape[-1] // 2, ctx.groups
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        to_x = None
+        to_x = to_weight = None
         if ctx.needs_input_grad[0]:
             turned = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
             turned = turned.contiguous(memory_format=torch.channels_last)
             to_x = torch.conv2d(gradient, turned, padding=pad, groups=groups)
-        to_weight = None
         if ctx.needs_input_grad[1]:
             _, to_weight, _ = torch.ops.aten.convolution_backward(
                 gradient, x, weight, None, [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, [False, True, False]
