@@ -30,6 +30,7 @@ from esper.leyline import (
     SlotSpec,
     UnknownNameError,
 )
+from esper.leyline.numbers import refuse
 from esper.leyline.records import Json, decode, encode
 from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
 
@@ -41,8 +42,7 @@ class SavedHost:
     """The host's class, and its configuration if that is enough to rebuild it."""
 
     class_name: str
-    kind: str | None
-    """Name in `Host.KINDS`, or None if only the user can build it."""
+    kind: str | None  # in `Host.KINDS`; None if only the user can build it
     config: dict[str, Json] | None
 
 
@@ -65,8 +65,7 @@ class SavedModel:
     budget: int | None
     rng_seed: int
     slots: tuple[SavedSlot, ...]
-    frozen: tuple[str, ...]
-    """Parameters that do not train."""
+    frozen: tuple[str, ...]  # names of parameters
 
     @property
     def slot_ids(self) -> tuple[str, ...]:
@@ -81,21 +80,20 @@ def check_model(model: SavedModel, where: str) -> None:
             raise UnknownNameError("dtype", model.dtype, DTYPES)
         if model.host.kind is not None and model.host.kind not in Host.KINDS:
             raise UnknownNameError("host kind", model.host.kind, Host.KINDS)
-    if (model.host.kind is None) != (model.host.config is None):
-        raise CheckpointError(
-            f"{where}: host kind {model.host.kind!r} with config {model.host.config}; both or neither"
-        )
-    if len(set(model.slot_ids)) != len(model.slots):
-        raise CheckpointError(f"{where}: slot ids must be unique, got {list(model.slot_ids)}")
+    kind, config, slot_ids = model.host.kind, model.host.config, model.slot_ids
+    problems = {
+        f"{where}: host kind {kind!r} with config {config}; both or neither": (kind is None) != (config is None),
+        f"{where}: slot ids must be unique, got {list(slot_ids)}": len(set(slot_ids)) != len(slot_ids),
+    }
+    refuse(problems, CheckpointError)
     for saved in model.slots:
         check_state(saved.spec, saved.state, f"{where}: slot {saved.state.slot_id!r}")
 
 
 def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
     """Check that the lifecycle can lead to this state, and that its seed can be built."""
-    for problem, holds in _life_conditions(state).items():
-        if not holds:
-            raise CheckpointError(f"{where}: {problem}")
+    problems = {f"{where}: {problem}": not holds for problem, holds in _life_conditions(state).items()}
+    refuse(problems, CheckpointError)
     if spec is not None and spec.slot_id != state.slot_id:
         raise CheckpointError(f"{where}: its spec is that of slot {spec.slot_id!r}")
     if state.blueprint is not None:

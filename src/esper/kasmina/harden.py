@@ -156,8 +156,7 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     module = execute(text, NETWORK)
     with torch.device("meta"):
         network: nn.Module = module.Network()
-    network.load_state_dict(_weights(body, network, sources, statistics), assign=True)
-    _keep_frozen(network, sources)
+    _copy_weights(body, network, sources, statistics)
     count = count_parameters(network)
     expected = count_parameters(body.host) + sum(growth.parameters for growth in growths)
     if count != expected:
@@ -168,10 +167,8 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     return text, network.eval()
 
 
-def _weights(
-    body: Body, network: nn.Module, sources: Mapping[str, nn.Module], statistics: Statistics
-) -> dict[str, Tensor]:
-    """Copies of the live tensors by their names in `network`, with recalibrated statistics if there are any."""
+def _copy_weights(body: Body, network: nn.Module, sources: Mapping[str, nn.Module], statistics: Statistics) -> None:
+    """Give `network` copies of the live tensors, and of recalibrated statistics; frozen parameters stay frozen."""
     fresh = {id(body.get_buffer(name)): value for name, value in statistics.items()}
     live = {
         f"{prefix}.{name}": fresh.get(id(tensor), tensor)
@@ -188,10 +185,7 @@ def _weights(
         if name not in live and not name.endswith("num_batches_tracked"):
             raise ExportError(f"the generated network has a tensor {name!r} for which the live one has no value")
         weights[name] = value.detach().clone(memory_format=torch.contiguous_format)
-    return weights
-
-
-def _keep_frozen(network: nn.Module, sources: Mapping[str, nn.Module]) -> None:
+    network.load_state_dict(weights, assign=True)
     for prefix, module in sources.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             network.get_parameter(f"{prefix}.{name}").requires_grad_(parameter.requires_grad)
@@ -213,9 +207,7 @@ def _from_attached(body: Body, growths: Sequence[Growth], statistics: Statistics
         module.put_blocks(network)
     blocks = {id(grown.base): grown.block for grown in network.modules() if isinstance(grown, module.Grown)}
     for growth in growths:
-        block = blocks[id(bases[growth.slot_id])]
-        block.load_state_dict(_weights(body, block, growth.parts, statistics))
-        _keep_frozen(block, growth.parts)
+        _copy_weights(body, blocks[id(bases[growth.slot_id])], growth.parts, statistics)
     return text, network.eval()
 
 

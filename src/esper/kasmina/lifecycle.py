@@ -66,8 +66,7 @@ class SeedState:
     tempo: int = 3
     alpha_target: float = 1.0
     controller: AlphaController = field(default_factory=AlphaController)
-    pruning: bool = False
-    """Alpha is on a ramp to 0, after which the seed is removed."""
+    pruning: bool = False  # alpha is on a ramp to 0, after which the seed is removed
     steps_in_stage: int = 0
     age: int = 0
     cooldown: int = 0

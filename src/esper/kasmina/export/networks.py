@@ -40,8 +40,7 @@ class Growth(NamedTuple):
     slot_id: str
     blueprint: str
     style: str
-    strength: float
-    """Alpha times the conductance of its slot."""
+    strength: float  # alpha times the conductance of its slot
     seed: nn.Module
     gate: nn.Module | None
 
