@@ -38,7 +38,7 @@ from esper.kasmina.slot import (
     fork_rng,
 )
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec, UnknownNameError
-from esper.leyline.numbers import require_whole
+from esper.leyline.numbers import refuse, require_whole
 
 SUGGESTIONS = 8  # names in the error about an unknown submodule
 Stream = tuple[SlotSpec, str]
@@ -80,12 +80,11 @@ def _check_model(model: nn.Module) -> None:
     if next(model.parameters(), None) is None:
         raise BadValueError(f"{type(model).__name__} has no parameters: there is nothing for a seed to grow beside")
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-            raise BadValueError(
-                f"submodule {name!r} is compiled already and would bypass the slots: attach first, then compile"
-            )
-        if any(isinstance(getattr(hook, "__self__", None), SeedSlot) for hook in module._forward_hooks.values()):
-            raise BadValueError(f"submodule {name!r} has a slot already: name all slots in one call of attach()")
+        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        twice = f"submodule {name!r} has a slot already: name all slots in one call of attach()"
+        bypass = f"submodule {name!r} is compiled already and would bypass the slots: attach first, then compile"
+        refuse({bypass: compiled, twice: any(isinstance(owner, SeedSlot) for owner in owners)})
 
 
 def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:

@@ -33,7 +33,7 @@ from esper.kasmina.hosts import Host, refuse_state
 from esper.kasmina.layers import cloned_buffers, count_parameters
 from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS, RandomState, fork_rng
 from esper.leyline import BadValueError, BlueprintContractError, HostMismatchError, SlotSpec, Topology
-from esper.leyline.numbers import require_whole
+from esper.leyline.numbers import refuse, require_whole
 
 # A parameter is dead if its gradient norm never exceeds this share of the largest. Hosts in float64 have a lower one:
 # with fewer digits, rounding leaves more of a gradient that cancels.
@@ -120,16 +120,14 @@ def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
     copied = copy.deepcopy(module).train()
     before, stream = cloned_buffers(copied), RandomState.of(copied)
     copied(h)
-    if written := _written(copied, before):
-        raise BlueprintContractError(
-            f"{label} breaks clause 5 (stateless): forward writes {written}, even in rows that must not write. "
-            "Use GroupNorm or LayerNorm instead of BatchNorm"
-        )
-    if not stream.equals(RandomState.of(copied)):
-        raise BlueprintContractError(
-            f"{label} breaks clause 5 (stateless): forward draws random numbers, and so would change those of the "
-            "host. Omit dropout"
-        )
+    written = _written(copied, before)
+    problems = {
+        f"{label} breaks clause 5 (stateless): forward writes {written}, even in rows that must not write. "
+        "Use GroupNorm or LayerNorm instead of BatchNorm": written != "",
+        f"{label} breaks clause 5 (stateless): forward draws random numbers, and so would change those of the host. "
+        "Omit dropout": not stream.equals(RandomState.of(copied)),
+    }
+    refuse(problems, BlueprintContractError)
     delta = module(h)
     if not isinstance(delta, Tensor) or delta.shape != h.shape:
         given = tuple(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
@@ -185,7 +183,7 @@ def check_host(host: nn.Module, example: Tensor | None = None, targets: Tensor |
     host = copy.deepcopy(host).train()
     with fork_rng(host):
         torch.manual_seed(0)
-        x = example_of(host) if example is None else example
+        x = _example_of(host) if example is None else example
         if isinstance(host, Host):
             refuse_state(host)
             host = host.double()  # so that gradients that should cancel do
@@ -200,8 +198,7 @@ def check_host(host: nn.Module, example: Tensor | None = None, targets: Tensor |
     return HostReport(rows, detail, count_parameters(host), slots, dead)
 
 
-def example_of(host: nn.Module) -> Tensor:
-    """A batch of inputs for a host whose configuration says what it takes."""
+def _example_of(host: nn.Module) -> Tensor:
     like = next(host.parameters(), torch.empty(()))
     match host.config() if isinstance(host, Host) else None:
         case {"in_channels": int(channels), "resolution": int(side)}:

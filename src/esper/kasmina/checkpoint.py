@@ -76,10 +76,9 @@ class SavedModel:
 def check_model(model: SavedModel, where: str) -> None:
     """Check what the types do not express."""
     with checkpoint_errors(where):
-        if model.dtype not in DTYPES:
-            raise UnknownNameError("dtype", model.dtype, DTYPES)
-        if model.host.kind is not None and model.host.kind not in Host.KINDS:
-            raise UnknownNameError("host kind", model.host.kind, Host.KINDS)
+        for what, name, known in (("dtype", model.dtype, DTYPES), ("host kind", model.host.kind, Host.KINDS)):
+            if name is not None and name not in known:
+                raise UnknownNameError(what, name, known)
     kind, config, slot_ids = model.host.kind, model.host.config, model.slot_ids
     problems = {
         f"{where}: host kind {kind!r} with config {config}; both or neither": (kind is None) != (config is None),

@@ -221,7 +221,11 @@ def tick(state: SeedState, config: LifecycleConfig) -> tuple[SeedState, tuple[St
     """End a step: move counters, ramps and timers, and make automatic transitions."""
     before = state.stage
     if state.stage in COOLDOWN_STAGES:
-        state = _rest(state)
+        # PRUNED and RESETTING last one tick each, EMBARGOED the rest of the timer.
+        left = state.cooldown - 1
+        stage = {0: SeedStage.DORMANT, 1: SeedStage.RESETTING}.get(left, SeedStage.EMBARGOED)
+        steps = state.steps_in_stage + 1 if stage is before else 0
+        state = replace(state, stage=stage, cooldown=left, steps_in_stage=steps)
     elif state.stage in LIVE_STAGES:
         state = replace(state, steps_in_stage=state.steps_in_stage + 1, age=state.age + 1)
         if state.stage is SeedStage.GERMINATED:
@@ -229,14 +233,6 @@ def tick(state: SeedState, config: LifecycleConfig) -> tuple[SeedState, tuple[St
         elif state.stage is SeedStage.BLENDING:
             state = _ramp(state, config)
     return state, () if state.stage is before else (StageChange(state.slot_id, before, state.stage, "tick"),)
-
-
-def _rest(state: SeedState) -> SeedState:
-    """PRUNED and RESETTING last one tick each, EMBARGOED the rest of the timer."""
-    left = state.cooldown - 1
-    stage = {0: SeedStage.DORMANT, 1: SeedStage.RESETTING}.get(left, SeedStage.EMBARGOED)
-    steps = state.steps_in_stage + 1 if stage is state.stage else 0
-    return replace(state, stage=stage, cooldown=left, steps_in_stage=steps)
 
 
 def _ramp(state: SeedState, config: LifecycleConfig) -> SeedState:

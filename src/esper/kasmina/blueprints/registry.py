@@ -56,12 +56,9 @@ class BlueprintSpec:
         if not isinstance(module, nn.Module):
             raise BlueprintContractError(f"{label}: its factory returned {type(module).__name__}, not an nn.Module")
         actual, stated = count_parameters(module), self.count(width)
-        if actual == 0:
-            raise BlueprintContractError(f"{label} has no parameters, so it could never learn")
-        if type(stated) is not int or actual != stated:
-            raise BlueprintContractError(
-                f"{label} breaks clause 4 (count): it states {stated!r} parameters but has {actual}"
-            )
+        wrong = f"{label} breaks clause 4 (count): it states {stated!r} parameters but has {actual}"
+        empty = f"{label} has no parameters, so it could never learn"
+        refuse({empty: actual == 0, wrong: type(stated) is not int or actual != stated}, BlueprintContractError)
         return module
 
 

@@ -205,7 +205,8 @@ def torch_constructor(layer: nn.Module, path: str) -> Call:
             raise ExportError(f"{refusal}: {name} is {value!r}. {_REMEDY}")
         if parameter.default is parameter.empty:
             positional.append(value)
-        elif value != parameter.default and not _repeats(value, parameter.default):
+        # Torch stores a number, such as `stride=1`, as a tuple, such as `(1, 1)`.
+        elif value != parameter.default and not (isinstance(value, tuple) and set(value) == {parameter.default}):
             keywords[name] = value
     without_bias = {name: value for name, value in keywords.items() if name != "bias"}
     try:
@@ -230,11 +231,6 @@ def _shape(layer: nn.Module) -> tuple[object, ...]:
     tensors = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     children = {name: type(child) for name, child in layer.named_modules()}
     return public, tensors, children
-
-
-def _repeats(value: object, scalar: object) -> bool:
-    """Whether torch stored a number, such as `stride=1`, as a tuple, such as `(1, 1)`."""
-    return isinstance(value, tuple) and bool(value) and all(entry == scalar for entry in value)
 
 
 def _unless(**options: tuple[object, object]) -> dict[str, object]:
