@@ -126,10 +126,14 @@ class TrainingCheckpoints:
         require_whole("step", step, 1, remark=": it is the number of completed steps")
         tensors: dict[str, Tensor] = {}
         random = RandomState.of(model)
+        states = {
+            name: {"generator": part.get_state()} if isinstance(part, torch.Generator) else part.state_dict()
+            for name, part in parts.items()
+        }
         content = {
             "training": encode(SavedTraining(step, Machine.here())),
             "random": split_state({"cpu": random.cpu, "cuda": random.cuda}, "random", tensors),
-            "parts": {name: split_state(_state(part), f"parts/{name}", tensors) for name, part in parts.items()},
+            "parts": {name: split_state(state, f"parts/{name}", tensors) for name, state in states.items()},
         }
 
         def write(new: Path) -> None:
@@ -182,7 +186,3 @@ def _read(step: int, path: Path) -> tuple[checkpoint.Checkpoint, SavedTraining, 
         random = RandomState(**join_state(content["random"], tensors))
         states = {name: join_state(each, tensors) for name, each in content["parts"].items()}
     return model, saved, random, states
-
-
-def _state(part: Stateful | torch.Generator) -> State:
-    return {"generator": part.get_state()} if isinstance(part, torch.Generator) else part.state_dict()
