@@ -41,8 +41,7 @@ from esper.leyline import BadValueError, HostMismatchError, SlotSpec, UnknownNam
 from esper.leyline.numbers import refuse, require_whole
 
 SUGGESTIONS = 8  # names in the error about an unknown submodule
-Stream = tuple[SlotSpec, str]
-"""What passes a slot, and the name of a parameter with the dtype and device for a seed there."""
+Stream = tuple[SlotSpec, str]  # what passes a slot, and the name of a parameter with the dtype and device for a seed
 
 
 def attach(

@@ -240,7 +240,6 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
 
 
 def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], where: str) -> None:
-    """Check that the body has the saved host, as far as its configuration tells, and the saved slots."""
     given = _saved_host(body)
     if saved.host.kind is not None and (saved.host.kind, saved.host.config) != (given.kind, given.config):
         raise CheckpointError(

@@ -36,11 +36,7 @@ def harden(
     calibration: Tensor | None = None,
     example: Tensor | None = None,
 ) -> nn.Module:
-    """The network of `body` in eval mode, with its fossils and the seeds named in `keep` built in.
-
-    Into a folder it writes the source, `weights.safetensors` and `contents.json`. For an attached host it also writes
-    `model.pt2` for inference, traced with `example` or `calibration`. The folder is replaced as a whole.
-    """
+    """As `MorphogeneticModel.harden`; in eval mode. A folder is replaced as a whole."""
     keep, drop = ((names,) if isinstance(names, str) else tuple(names) for names in (keep, drop))
     growths = choose(body, keep, drop)
     statistics = _statistics_without(body, drop, calibration)

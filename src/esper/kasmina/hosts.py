@@ -25,8 +25,7 @@ from esper.kasmina.layers import (
 from esper.leyline import BadValueError, EsperError, HostMismatchError, SlotSpec, UnknownNameError, slot_id
 from esper.leyline.numbers import refuse
 
-HostConfig = dict[str, int | bool | list[int]]
-"""Constructor arguments of a built-in host, as JSON."""
+HostConfig = dict[str, int | bool | list[int]]  # constructor arguments of a built-in host, as JSON
 
 
 class Segment(nn.Module):

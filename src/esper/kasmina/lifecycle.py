@@ -230,17 +230,12 @@ def tick(state: SeedState, config: LifecycleConfig) -> tuple[SeedState, tuple[St
         state = replace(state, steps_in_stage=state.steps_in_stage + 1, age=state.age + 1)
         if state.stage is SeedStage.GERMINATED:
             state = enter(state, SeedStage.TRAINING)
+        elif state.stage is SeedStage.BLENDING and state.controller.holding:
+            state = enter(state, SeedStage.HOLDING)  # it has trained at its target
         elif state.stage is SeedStage.BLENDING:
-            state = _ramp(state, config)
+            state = replace(state, controller=state.controller.step())
+            state = cut(state, config) if state.pruning and state.alpha == 0.0 else state
     return state, () if state.stage is before else (StageChange(state.slot_id, before, state.stage, "tick"),)
-
-
-def _ramp(state: SeedState, config: LifecycleConfig) -> SeedState:
-    """End a ramp that has trained at its target; move any other one step."""
-    if state.controller.holding:
-        return enter(state, SeedStage.HOLDING)
-    moved = replace(state, controller=state.controller.step())
-    return cut(moved, config) if moved.pruning and moved.alpha == 0.0 else moved
 
 
 def record_gradient(state: SeedState, norm: float) -> SeedState:

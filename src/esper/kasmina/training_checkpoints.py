@@ -176,7 +176,6 @@ class TrainingCheckpoints:
 
 
 def _read(step: int, path: Path) -> tuple[checkpoint.Checkpoint, SavedTraining, RandomState, dict[str, State]]:
-    """Read and check a whole checkpoint: the model, the step, random streams, and the states of the parts."""
     model = checkpoint.read(path / "model")
     content, tensors = read_stored(path / "training", TRAINING)
     with checkpoint_errors(str(path)):

@@ -91,7 +91,6 @@ class _ScaleRows(torch.autograd.Function):
 
     @staticmethod
     def launch(x: Tensor, weight: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One kernel either way."""
         pixels, columns = x.shape
         block = min(triton.next_power_of_2(columns), COLUMNS)
         across = TILE // block
