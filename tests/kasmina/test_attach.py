@@ -66,7 +66,7 @@ class Awkward(nn.Module):
     ("slots", "error", "message"),
     [
         ({"recurent": 4}, UnknownNameError, r"'recurent'; allowed: recurrent"),
-        ({"twice": 0}, BadValueError, r"'twice': width 0 is not a positive"),
+        ({"twice": 0}, BadValueError, r"'twice': width 0 is not an integer of 1 or more"),
         ({"twice": True}, BadValueError, r"width True"),
         ({}, BadValueError, r"at least one slot"),
         ({"values": 4}, BadValueError, r"'values' cannot have a slot under this name"),

@@ -16,7 +16,7 @@ import difflib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,10 @@ from esper.kasmina.slot import (
     fork_rng,
 )
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec, UnknownNameError
+from esper.leyline.numbers import refuse, require_whole
 
-SUGGESTIONS = 8
-"""Names that the error about an unknown submodule suggests."""
+SUGGESTIONS = 8  # names in the error about an unknown submodule
+Stream = tuple[SlotSpec, str]  # what passes a slot, and the name of a parameter with the dtype and device for a seed
 
 
 def attach(
@@ -78,19 +79,18 @@ def _check_model(model: nn.Module) -> None:
     if next(model.parameters(), None) is None:
         raise BadValueError(f"{type(model).__name__} has no parameters: there is nothing for a seed to grow beside")
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-            raise BadValueError(
-                f"submodule {name!r} is compiled already and would bypass the slots: attach first, then compile"
-            )
-        if any(isinstance(getattr(hook, "__self__", None), SeedSlot) for hook in module._forward_hooks.values()):
-            raise BadValueError(f"submodule {name!r} has a slot already: name all slots in one call of attach()")
+        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+        twice = f"submodule {name!r} has a slot already: name all slots in one call of attach()"
+        bypass = f"submodule {name!r} is compiled already and would bypass the slots: attach first, then compile"
+        refuse({bypass: compiled, twice: any(isinstance(owner, SeedSlot) for owner in owners)})
 
 
 def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
-    if not isinstance(slots, Mapping):
-        raise BadValueError(f'slots {slots!r} are not names with their widths, such as {{"layer2": 128}}')
-    if not slots:
-        raise BadValueError('attach() needs at least one slot, such as {"layer2": 128}')
+    if not isinstance(slots, Mapping) or not slots:
+        raise BadValueError(
+            f'slots {slots!r} are not names with their widths: at least one slot is needed, such as {{"layer2": 128}}'
+        )
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name, width in slots.items():
         if not isinstance(name, str):
@@ -100,18 +100,10 @@ def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
             raise UnknownNameError("submodule", name, close or names[:SUGGESTIONS])
         if "/" in name or hasattr(nn.ModuleDict, name):
             raise BadValueError(f"submodule {name!r} cannot have a slot under this name: rename it")
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise BadValueError(f"slot {name!r}: width {width!r} is not a positive integer")
+        require_whole(f"slot {name!r}: width", width, 1)
 
 
 # -- probe ------------------------------------------------------------------------------------------------------------
-
-
-class Stream(NamedTuple):
-    """What passes a slot, and the name of a parameter with the dtype and device for a seed there."""
-
-    spec: SlotSpec
-    like: str
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
@@ -142,23 +134,11 @@ def probe(
                 f"submodule {name!r} ran {len(own)} times in one forward pass; "
                 "a slot needs a submodule that runs exactly once"
             )
-        h = calls[own[0]][1]
-        spec = _spec(name, width, h, layers[own[0]] / max(layers[-1], 1))
-        streams[name] = Stream(spec, _like(host, h))
+        streams[name] = _stream(host, name, width, calls[own[0]][1], layers[own[0]] / max(layers[-1], 1))
     return streams
 
 
-def _like(host: nn.Module, h: object) -> str:
-    """The first parameter with the device and dtype of the stream, so that seeds follow when the host is moved.
-
-    Under autocast no parameter has the dtype of the stream, and seeds take that of the weights.
-    """
-    assert isinstance(h, Tensor)
-    device, dtype = h.device, h.dtype
-    return min(host.named_parameters(), key=lambda item: (item[1].device != device, item[1].dtype != dtype))[0]
-
-
-def _spec(name: str, width: int, h: object, position: float) -> SlotSpec:
+def _stream(host: nn.Module, name: str, width: int, h: object, position: float) -> Stream:
     if not isinstance(h, Tensor):
         raise HostMismatchError(f"submodule {name!r} returns {type(h).__name__}; a slot needs one tensor")
     if not h.is_floating_point():
@@ -175,7 +155,10 @@ def _spec(name: str, width: int, h: object, position: float) -> SlotSpec:
             f"pass there (shape {tuple(h.shape)})"
         )
     resolution = {"image": min(h.shape[-2:]), "tokens": h.shape[-2], "vector": None}[topology]
-    return SlotSpec(name, width, topology, position=position, resolution=resolution)
+    # Seeds follow this parameter when the host is moved. Under autocast none has the dtype of the stream.
+    device, dtype = h.device, h.dtype
+    like = min(host.named_parameters(), key=lambda item: (item[1].device != device, item[1].dtype != dtype))[0]
+    return SlotSpec(name, width, topology, position=position, resolution=resolution), like
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -211,8 +194,9 @@ class HookedBody(Body):
         return output
 
     def like(self, slot_id: str) -> Tensor:
-        stream = self._streams.get(slot_id)
-        return super().like(slot_id) if stream is None else self.host.get_parameter(stream.like)
+        if slot_id not in self._streams:
+            return super().like(slot_id)
+        return self.host.get_parameter(self._streams[slot_id][1])
 
     def call(self, train: bool, /, *args: Any, **kwargs: Any) -> Tensor:
         if not self._streams:
@@ -256,7 +240,6 @@ class HookedBody(Body):
         return self
 
     def _norms(self) -> dict[str, _NormBase]:
-        """Layers with running statistics, by name."""
         return {
             name: module
             for name, module in self.named_modules()
@@ -276,7 +259,7 @@ class HookedBody(Body):
     def _learn(self, streams: Mapping[str, Stream]) -> None:
         self._streams = dict(streams)
         for slot_id, slot in self.slot_items():
-            slot.known_spec = streams[slot_id].spec
+            slot.known_spec = streams[slot_id][0]
 
 
 @contextmanager

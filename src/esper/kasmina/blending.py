@@ -70,8 +70,7 @@ class AlphaController:
         return replace(self, alpha=min(max(value, low), high), done=done)
 
 
-GATE_BIAS = 2.0
-"""sigmoid(2) = 0.88: at first a gated seed acts almost like an added one."""
+GATE_BIAS = 2.0  # sigmoid(2) = 0.88: at first a gated seed acts almost like an added one
 
 
 class BlendGate(nn.Module):
@@ -82,8 +81,8 @@ class BlendGate(nn.Module):
         self.pooled = {"image": (-2, -1), "tokens": (-2,), "vector": ()}[topology]
         self.linear = Linear(width, 1)
         nn.init.zeros_(self.linear.weight)
-        if self.linear.bias is not None:
-            nn.init.constant_(self.linear.bias, GATE_BIAS)
+        assert self.linear.bias is not None
+        nn.init.constant_(self.linear.bias, GATE_BIAS)
 
     def forward(self, h: Tensor) -> Tensor:
         """h of any topology → one factor per sample, shaped to multiply h."""

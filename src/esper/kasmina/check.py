@@ -33,14 +33,12 @@ from esper.kasmina.hosts import Host, refuse_state
 from esper.kasmina.layers import cloned_buffers, count_parameters
 from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS, RandomState, fork_rng
 from esper.leyline import BadValueError, BlueprintContractError, HostMismatchError, SlotSpec, Topology
-from esper.leyline.numbers import require_whole
+from esper.leyline.numbers import refuse, require_whole
 
-ALIVE_RATIO = 1e-6
-"""A parameter is dead if its gradient norm never exceeds this share of the largest …"""
-HOST_ALIVE_RATIO = 1e-9
-"""… or, in hosts in float64, this share; with fewer digits, rounding leaves more of a gradient that cancels."""
-BATCHES = 3
-"""Batches in a check of gradients: a layer behind a zero-initialised one gets its first gradient in the second."""
+# A parameter is dead if its gradient norm never exceeds this share of the largest. Hosts in float64 have a lower one:
+# with fewer digits, rounding leaves more of a gradient that cancels.
+ALIVE_RATIO, HOST_ALIVE_RATIO = 1e-6, 1e-9
+BATCHES = 3  # a layer behind a zero-initialised one gets its first gradient in the second
 
 
 def _gradient_norms(module: nn.Module, step_size: float, losses: Iterable[Callable[[], Tensor]]) -> dict[str, float]:
@@ -59,15 +57,12 @@ def _gradient_norms(module: nn.Module, step_size: float, losses: Iterable[Callab
 
 
 def _written(module: nn.Module, before: dict[str, Tensor]) -> str:
-    """Names of the buffers that differ from `before`."""
     return ", ".join(name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name]))
 
 
 # -- blueprints -------------------------------------------------------------------------------------------------------
 
-BLUEPRINT_BATCH = 8
-BLUEPRINT_STEP_SIZE = 0.05
-TARGET_SEED = 1_000_000_007
+BLUEPRINT_BATCH, BLUEPRINT_STEP_SIZE, TARGET_SEED = 8, 0.05, 1_000_000_007
 RESOLUTION: dict[Topology, int] = {"image": 6, "tokens": 5, "vector": 5}
 
 
@@ -125,16 +120,14 @@ def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
     copied = copy.deepcopy(module).train()
     before, stream = cloned_buffers(copied), RandomState.of(copied)
     copied(h)
-    if written := _written(copied, before):
-        raise BlueprintContractError(
-            f"{label} breaks clause 5 (stateless): forward writes {written}, even in rows that must not write. "
-            "Use GroupNorm or LayerNorm instead of BatchNorm"
-        )
-    if not stream.equals(RandomState.of(copied)):
-        raise BlueprintContractError(
-            f"{label} breaks clause 5 (stateless): forward draws random numbers, and so would change those of the "
-            "host. Omit dropout"
-        )
+    written = _written(copied, before)
+    problems = {
+        f"{label} breaks clause 5 (stateless): forward writes {written}, even in rows that must not write. "
+        "Use GroupNorm or LayerNorm instead of BatchNorm": written != "",
+        f"{label} breaks clause 5 (stateless): forward draws random numbers, and so would change those of the host. "
+        "Omit dropout": not stream.equals(RandomState.of(copied)),
+    }
+    refuse(problems, BlueprintContractError)
     delta = module(h)
     if not isinstance(delta, Tensor) or delta.shape != h.shape:
         given = tuple(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
@@ -155,11 +148,8 @@ def _blueprint_norms(module: nn.Module, batches: list[Tensor], rng_seed: int) ->
 
 # -- hosts ------------------------------------------------------------------------------------------------------------
 
-ROWS = 3
-HOST_BATCH = 4
-HOST_STEP_SIZE = 0.01
-PERTURBATION = 0.05
-"""Size of the differences between the weights of the three copies."""
+ROWS, HOST_BATCH, HOST_STEP_SIZE = 3, 4, 0.01
+PERTURBATION = 0.05  # size of the differences between the weights of the copies
 
 RowKind = Literal["native", "vmap", "fallback", "error"]
 _FALLBACK = re.compile(r"batching rule for (\S+?)[.,]?\s")
@@ -175,7 +165,6 @@ class HostReport:
     """`vectorised`, the op that falls back, or the error."""
     parameters: int
     slots: tuple[str, ...]
-    """Ids of the host's slots."""
     dead: tuple[str, ...]
     """Trainable parameters whose gradient is zero, missing or not finite."""
 
@@ -194,7 +183,7 @@ def check_host(host: nn.Module, example: Tensor | None = None, targets: Tensor |
     host = copy.deepcopy(host).train()
     with fork_rng(host):
         torch.manual_seed(0)
-        x = example_of(host) if example is None else example
+        x = _example_of(host) if example is None else example
         if isinstance(host, Host):
             refuse_state(host)
             host = host.double()  # so that gradients that should cancel do
@@ -209,8 +198,7 @@ def check_host(host: nn.Module, example: Tensor | None = None, targets: Tensor |
     return HostReport(rows, detail, count_parameters(host), slots, dead)
 
 
-def example_of(host: nn.Module) -> Tensor:
-    """A batch of inputs for a host whose configuration says what it takes."""
+def _example_of(host: nn.Module) -> Tensor:
     like = next(host.parameters(), torch.empty(()))
     match host.config() if isinstance(host, Host) else None:
         case {"in_channels": int(channels), "resolution": int(side)}:

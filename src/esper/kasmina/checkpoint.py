@@ -9,6 +9,7 @@ files, `restore` checks that they fit a body, and only then changes anything.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from esper.leyline import (
     SlotSpec,
     UnknownNameError,
 )
+from esper.leyline.numbers import refuse
 from esper.leyline.records import Json, decode, encode
 from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
 
@@ -40,8 +42,7 @@ class SavedHost:
     """The host's class, and its configuration if that is enough to rebuild it."""
 
     class_name: str
-    kind: str | None
-    """Name in `Host.KINDS`, or None if only the user can build it."""
+    kind: str | None  # in `Host.KINDS`; None if only the user can build it
     config: dict[str, Json] | None
 
 
@@ -64,8 +65,7 @@ class SavedModel:
     budget: int | None
     rng_seed: int
     slots: tuple[SavedSlot, ...]
-    frozen: tuple[str, ...]
-    """Parameters that do not train."""
+    frozen: tuple[str, ...]  # names of parameters
 
     @property
     def slot_ids(self) -> tuple[str, ...]:
@@ -76,25 +76,23 @@ class SavedModel:
 def check_model(model: SavedModel, where: str) -> None:
     """Check what the types do not express."""
     with checkpoint_errors(where):
-        if model.dtype not in DTYPES:
-            raise UnknownNameError("dtype", model.dtype, DTYPES)
-        if model.host.kind is not None and model.host.kind not in Host.KINDS:
-            raise UnknownNameError("host kind", model.host.kind, Host.KINDS)
-    if (model.host.kind is None) != (model.host.config is None):
-        raise CheckpointError(
-            f"{where}: host kind {model.host.kind!r} with config {model.host.config}; both or neither"
-        )
-    if len(set(model.slot_ids)) != len(model.slots):
-        raise CheckpointError(f"{where}: slot ids must be unique, got {list(model.slot_ids)}")
+        for what, name, known in (("dtype", model.dtype, DTYPES), ("host kind", model.host.kind, Host.KINDS)):
+            if name is not None and name not in known:
+                raise UnknownNameError(what, name, known)
+    kind, config, slot_ids = model.host.kind, model.host.config, model.slot_ids
+    problems = {
+        f"{where}: host kind {kind!r} with config {config}; both or neither": (kind is None) != (config is None),
+        f"{where}: slot ids must be unique, got {list(slot_ids)}": len(set(slot_ids)) != len(slot_ids),
+    }
+    refuse(problems, CheckpointError)
     for saved in model.slots:
         check_state(saved.spec, saved.state, f"{where}: slot {saved.state.slot_id!r}")
 
 
 def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
     """Check that the lifecycle can lead to this state, and that its seed can be built."""
-    for problem, holds in _life_conditions(state).items():
-        if not holds:
-            raise CheckpointError(f"{where}: {problem}")
+    problems = {f"{where}: {problem}": not holds for problem, holds in _life_conditions(state).items()}
+    refuse(problems, CheckpointError)
     if spec is not None and spec.slot_id != state.slot_id:
         raise CheckpointError(f"{where}: its spec is that of slot {spec.slot_id!r}")
     if state.blueprint is not None:
@@ -166,7 +164,6 @@ def save(
     folder: Path, body: Body, *, isolation: Isolation, config: LifecycleConfig, budget: int | None, rng_seed: int
 ) -> None:
     """Write a checkpoint. An existing one is replaced as a whole once the new one is complete."""
-    slots = dict(body.slot_items())
     model = SavedModel(
         host=_saved_host(body),
         dtype=str(next(body.host.parameters(), torch.empty(())).dtype).removeprefix("torch."),
@@ -174,26 +171,21 @@ def save(
         config=config,
         budget=budget,
         rng_seed=rng_seed,
-        slots=tuple(SavedSlot(slot.known_spec, slot.state) for slot in slots.values()),
-        frozen=tuple(name for name, p in _parameters(body.host, slots).items() if not p.requires_grad),
+        slots=tuple(SavedSlot(slot.known_spec, slot.state) for _, slot in body.slot_items()),
+        frozen=tuple(name for name, parameter in body.named_parameters() if not parameter.requires_grad),
     )
     # Nothing is written that `read` and `restore` would refuse.
     with checkpoint_errors("the model could not be loaded again"):
         encoded = encode(model)
         check_model(decode(SavedModel, json.loads(json.dumps(encoded, allow_nan=False)), "model"), "the model")
-    if model.host.kind is not None:
-        _check_one_dtype(body.host, model)
-    write_stored(folder, MODEL, {"model": encoded}, _tensors(body.host, slots))
-
-
-def _check_one_dtype(host: nn.Module, model: SavedModel) -> None:
-    """Check that all weights share a dtype, because a host is rebuilt in one."""
     wanted = DTYPES[model.dtype]
-    for name, tensor in host.state_dict().items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != wanted:
+    for name, tensor in body.host.state_dict().items():  # a host is rebuilt in one dtype
+        floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if model.host.kind is not None and floating and tensor.dtype != wanted:
             raise CheckpointError(
                 f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all of a {model.host.kind} at once"
             )
+    write_stored(folder, MODEL, {"model": encoded}, _tensors(body))
 
 
 def _saved_host(body: Body) -> SavedHost:
@@ -227,8 +219,9 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
     saved, where = checkpoint.model, str(checkpoint.folder)
     slots = dict(body.slot_items())
     _check_fit(saved, body, slots, where)
-    planted = {entry.state.slot_id: _plant(entry, body, where) for entry in saved.slots}
-    targets, parameters = _tensors(body.host, planted), _parameters(body.host, planted)
+    planted = {key: _plant(entry, body, where) for key, entry in zip(body.slots, saved.slots, strict=True)}
+    whole = nn.ModuleDict({"host": body.host, "slots": nn.ModuleDict(planted)})
+    targets, parameters = _tensors(whole), dict(whole.named_parameters())
     _check_tensors(checkpoint.tensors, targets, where)
     if unknown := sorted(set(saved.frozen) - set(parameters)):
         raise CheckpointError(f"{where}: frozen parameters {unknown} do not exist; allowed: {sorted(parameters)}")
@@ -238,8 +231,8 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
             target.copy_(checkpoint.tensors[name])
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in saved.frozen)
-    for entry in saved.slots:
-        slot, source = slots[entry.state.slot_id], planted[entry.state.slot_id]
+    for entry, source in zip(saved.slots, planted.values(), strict=True):
+        slot = slots[entry.state.slot_id]
         slot.known_spec = slot.known_spec or entry.spec
         slot.seed, slot.gate, slot.isolation = source.seed, source.gate, saved.isolation
         slot.settle(entry.state)
@@ -247,7 +240,6 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
 
 
 def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], where: str) -> None:
-    """Check that the body has the saved host, as far as its configuration tells, and the saved slots."""
     given = _saved_host(body)
     if saved.host.kind is not None and (saved.host.kind, saved.host.config) != (given.kind, given.config):
         raise CheckpointError(
@@ -267,7 +259,6 @@ def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], whe
 
 
 def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
-    """A new slot with its seed, outside the body."""
     slot = SeedSlot(entry.spec or entry.state.slot_id)
     if entry.state.blueprint is not None:
         with checkpoint_errors(f"{where}: slot {entry.state.slot_id!r}"):
@@ -275,31 +266,13 @@ def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
     return slot
 
 
-def _modules(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, nn.Module]:
-    """Host and slots by the prefix of their tensors. Dots in slot ids would make names ambiguous."""
-    return {"host": host} | {f"slots.{slot_id.replace('.', '/')}": slot for slot_id, slot in slots.items()}
-
-
-def _tensors(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, Tensor]:
-    """All stored tensors by name, sharing memory with the modules."""
-    return {
-        f"{prefix}.{name}": tensor
-        for prefix, module in _modules(host, slots).items()
-        for name, tensor in module.state_dict().items()
-        if module is host or name != "alpha"
-    }
-
-
-def _parameters(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, nn.Parameter]:
-    return {
-        f"{prefix}.{name}": parameter
-        for prefix, module in _modules(host, slots).items()
-        for name, parameter in module.named_parameters()
-    }
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All stored tensors by name, sharing memory with the module. Alpha follows from the state of its slot."""
+    alpha = re.compile(r"slots\.[^.]+\.alpha")
+    return {name: tensor for name, tensor in module.state_dict().items() if not alpha.fullmatch(name)}
 
 
 def _check_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
-    """Check that names, shapes and dtypes agree."""
     missing, extra = sorted(set(targets) - set(given)), sorted(set(given) - set(targets))
     if missing or extra:
         raise CheckpointError(

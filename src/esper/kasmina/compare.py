@@ -14,11 +14,10 @@ from torch.nn import functional as F
 
 from esper.kasmina.slot import Body, Role, Roles
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement, SeedStage
+from esper.leyline.numbers import refuse
 
-CHUNK = 1024
-"""Inputs per forward pass when rows are scored. It bounds memory and does not change results."""
-IGNORED = -100
-"""A target that is ignored, as in torch: padding, or a token that need not be predicted."""
+CHUNK = 1024  # inputs per forward pass: it bounds memory and does not change results
+IGNORED = -100  # as in torch: the target of padding, or of a token that need not be predicted
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -148,9 +147,6 @@ def _check_inputs(x: Tensor, targets: Tensor, calibration: Tensor) -> None:
             raise BadValueError(f"{name} are a {type(given).__name__}; one tensor is needed")
         if given.dim() == 0 or given.numel() == 0:
             raise BadValueError(f"{name} of shape {tuple(given.shape)} are empty: there is nothing to measure")
-    if len(x) != len(targets):
-        raise BadValueError(f"{len(x)} inputs but {len(targets)} targets: each input needs its own")
-    if not bool((targets != IGNORED).any()):
-        raise BadValueError(
-            f"all {targets.numel()} targets are {IGNORED}, which ignores them: there is nothing to measure"
-        )
+    ignored = f"all {targets.numel()} targets are {IGNORED}, which ignores them: there is nothing to measure"
+    unequal = f"{len(x)} inputs but {len(targets)} targets: each input needs its own"
+    refuse({unequal: len(x) != len(targets), ignored: bool((targets == IGNORED).all())})

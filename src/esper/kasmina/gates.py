@@ -6,7 +6,6 @@ G0 germinate · G1 → TRAINING · G2 → BLENDING · G3 → HOLDING · G5 → F
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from esper.kasmina.blending import gate_parameters
@@ -72,15 +71,17 @@ def gate_train(state: "SeedState", thresholds: GateThresholds) -> GateResult:
 
 def gate_blend(state: "SeedState", thresholds: GateThresholds) -> GateResult:
     """G2: trained long enough, with measured and finite gradients."""
-    measured = state.gradient_norm is not None
-    finite = state.gradient_norm is not None and math.isfinite(state.gradient_norm)
+    norm = state.gradient_norm
     conditions = [
         (
             state.steps_in_stage >= thresholds.min_training_steps,
             f"{state.steps_in_stage} steps in TRAINING, {thresholds.min_training_steps} are needed",
         ),
-        (measured, "its gradients were not measured: train it through a GrowingOptimizer or call observe_gradients()"),
-        (finite or not measured, "its last gradient was not finite"),
+        (
+            norm is not None,
+            "its gradients were not measured: train it through a GrowingOptimizer or call observe_gradients()",
+        ),
+        (norm is None or math.isfinite(norm), "its last gradient was not finite"),
     ]
     if thresholds.strict:
         conditions.append(_beyond_error(state.audition, "the audition"))
@@ -108,14 +109,10 @@ def gate_fossilize(state: "SeedState", thresholds: GateThresholds) -> GateResult
     return _verdict(conditions)
 
 
-Gate = Callable[["SeedState", GateThresholds], GateResult]
-
-GATES: Mapping[SeedStage, Gate] = MappingProxyType(
-    {
-        SeedStage.TRAINING: gate_train,
-        SeedStage.BLENDING: gate_blend,
-        SeedStage.HOLDING: gate_hold,
-        SeedStage.FOSSILIZED: gate_fossilize,
-    }
-)
-"""The gate in front of each stage."""
+# The gate in front of each stage.
+GATES: Mapping[SeedStage, Callable[["SeedState", GateThresholds], GateResult]] = {
+    SeedStage.TRAINING: gate_train,
+    SeedStage.BLENDING: gate_blend,
+    SeedStage.HOLDING: gate_hold,
+    SeedStage.FOSSILIZED: gate_fossilize,
+}

@@ -18,16 +18,13 @@ from torch import Tensor, nn
 from esper.kasmina.export import ExportError, Growth, bare_copy, blocks_source, execute, network_source
 from esper.kasmina.layers import Statistics, count_parameters
 from esper.kasmina.slot import Body, Role, SeedSlot, SegmentedBody
-from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError, UnknownNameError
+from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError
 from esper.storage.files import replace_folder, sync_to_disk
 
-WEIGHTS = "weights.safetensors"
-NETWORK = "network.py"
-BLOCKS = "grown_blocks.py"
-PROGRAM = "model.pt2"
-CONTENTS = "contents.json"
+WEIGHTS, CONTENTS = "weights.safetensors", "contents.json"
+NETWORK, BLOCKS, PROGRAM = "network.py", "grown_blocks.py", "model.pt2"
+# What a folder that is replaced may hold; Python adds the last one when it imports the source.
 WRITTEN = (WEIGHTS, NETWORK, BLOCKS, PROGRAM, CONTENTS, "__pycache__")
-"""What a folder that is replaced may hold; Python adds the last one when it imports the source."""
 
 
 def harden(
@@ -39,11 +36,7 @@ def harden(
     calibration: Tensor | None = None,
     example: Tensor | None = None,
 ) -> nn.Module:
-    """The network of `body` in eval mode, with its fossils and the seeds named in `keep` built in.
-
-    Into a folder it writes the source, `weights.safetensors` and `contents.json`. For an attached host it also writes
-    `model.pt2` for inference, traced with `example` or `calibration`. The folder is replaced as a whole.
-    """
+    """As `MorphogeneticModel.harden`; in eval mode. A folder is replaced as a whole."""
     keep, drop = ((names,) if isinstance(names, str) else tuple(names) for names in (keep, drop))
     growths = choose(body, keep, drop)
     statistics = _statistics_without(body, drop, calibration)
@@ -93,19 +86,15 @@ def choose(body: Body, keep: Sequence[str], drop: Sequence[str]) -> list[Growth]
     """The seeds to build in: fossils, and acting ones named in `keep`."""
     slots = dict(body.slot_items())
     for name in (*keep, *drop):
-        if name not in slots:
-            raise UnknownNameError("slot", name, slots)
+        body.slot(name)
     if both := sorted(set(keep) & set(drop)):
         raise BadValueError(f"slots {', '.join(both)} are in both keep and drop; name each in one of them")
     for name in keep:
         stage = slots[name].state.stage
-        if stage not in LIVE_STAGES:
-            raise StageError(f"slot {name!r} is {stage.name} and holds no seed: there is nothing to keep")
         if stage not in ACTIVE_STAGES:
-            raise StageError(
-                f"slot {name!r} is {stage.name}: its seed does not act yet (alpha 0), so there is nothing to keep; "
-                "advance it to BLENDING first, or name it in drop="
-            )
+            silent = ": its seed does not act yet (alpha 0); advance it to BLENDING first, or name it in drop="
+            why = silent if stage in LIVE_STAGES else " and holds no seed"
+            raise StageError(f"there is nothing to keep: slot {name!r} is {stage.name}{why}")
     for name in drop:
         if slots[name].state.stage is SeedStage.FOSSILIZED:
             raise StageError(f"slot {name!r} is FOSSILIZED, and a fossil is permanent: it cannot be dropped")
@@ -163,8 +152,7 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     module = execute(text, NETWORK)
     with torch.device("meta"):
         network: nn.Module = module.Network()
-    network.load_state_dict(_weights(body, network, sources, statistics), assign=True)
-    _keep_frozen(network, sources)
+    _copy_weights(body, network, sources, statistics)
     count = count_parameters(network)
     expected = count_parameters(body.host) + sum(growth.parameters for growth in growths)
     if count != expected:
@@ -175,10 +163,8 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     return text, network.eval()
 
 
-def _weights(
-    body: Body, network: nn.Module, sources: Mapping[str, nn.Module], statistics: Statistics
-) -> dict[str, Tensor]:
-    """Copies of the live tensors by their names in `network`, with recalibrated statistics if there are any."""
+def _copy_weights(body: Body, network: nn.Module, sources: Mapping[str, nn.Module], statistics: Statistics) -> None:
+    """Give `network` copies of the live tensors, and of recalibrated statistics; frozen parameters stay frozen."""
     fresh = {id(body.get_buffer(name)): value for name, value in statistics.items()}
     live = {
         f"{prefix}.{name}": fresh.get(id(tensor), tensor)
@@ -195,11 +181,7 @@ def _weights(
         if name not in live and not name.endswith("num_batches_tracked"):
             raise ExportError(f"the generated network has a tensor {name!r} for which the live one has no value")
         weights[name] = value.detach().clone(memory_format=torch.contiguous_format)
-    return weights
-
-
-def _keep_frozen(network: nn.Module, sources: Mapping[str, nn.Module]) -> None:
-    """Freeze the parameters that are frozen in the live network."""
+    network.load_state_dict(weights, assign=True)
     for prefix, module in sources.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             network.get_parameter(f"{prefix}.{name}").requires_grad_(parameter.requires_grad)
@@ -221,9 +203,7 @@ def _from_attached(body: Body, growths: Sequence[Growth], statistics: Statistics
         module.put_blocks(network)
     blocks = {id(grown.base): grown.block for grown in network.modules() if isinstance(grown, module.Grown)}
     for growth in growths:
-        block = blocks[id(bases[growth.slot_id])]
-        block.load_state_dict(_weights(body, block, growth.parts, statistics))
-        _keep_frozen(block, growth.parts)
+        _copy_weights(body, blocks[id(bases[growth.slot_id])], growth.parts, statistics)
     return text, network.eval()
 
 

@@ -1,5 +1,6 @@
 """Hosts: ordered lists of segments with slots between them. A CNN and a GPT are built in."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -22,9 +23,9 @@ from esper.kasmina.layers import (
     write_statistics,
 )
 from esper.leyline import BadValueError, EsperError, HostMismatchError, SlotSpec, UnknownNameError, slot_id
+from esper.leyline.numbers import refuse
 
-HostConfig = dict[str, int | bool | list[int]]
-"""Constructor arguments of a built-in host, as JSON."""
+HostConfig = dict[str, int | bool | list[int]]  # constructor arguments of a built-in host, as JSON
 
 
 class Segment(nn.Module):
@@ -49,23 +50,18 @@ class Host(nn.Module):
 
     def __init__(self, segments: Sequence[Segment], slots: Sequence[SlotSpec]) -> None:
         super().__init__()
-        if not segments:
-            raise HostMismatchError(f"{type(self).__name__} has no segments; a host needs at least one")
-        wrong = [
-            f"{index}: {type(part).__name__}" for index, part in enumerate(segments) if not isinstance(part, Segment)
-        ]
-        if wrong:
-            raise HostMismatchError(
-                f"segments {wrong} are no Segment: subclass esper.kasmina.Segment, whose forward(h, train) returns "
-                "(activation, statistics), or use attach() for a network of ordinary modules"
-            )
-        if len(slots) != len(segments) - 1:
-            raise HostMismatchError(
-                f"{len(segments)} segments have room for {len(segments) - 1} slots between them, "
-                f"but {len(slots)} slots were given"
-            )
-        if bad := [slot.slot_id for slot in slots if not slot.slot_id.isidentifier()]:
-            raise HostMismatchError(f"slot ids {bad} are not names like r1c0")
+        names = [f"{index}: {type(part).__name__}" for index, part in enumerate(segments)]
+        wrong = [name for name, part in zip(names, segments, strict=True) if not isinstance(part, Segment)]
+        bad = [slot.slot_id for slot in slots if not slot.slot_id.isidentifier()]
+        problems = {
+            f"{type(self).__name__} has no segments; a host needs at least one": not segments,
+            f"segments {wrong} are no Segment: subclass esper.kasmina.Segment, whose forward(h, train) returns "
+            "(activation, statistics), or use attach() for a network of ordinary modules": bool(wrong),
+            f"{len(segments)} segments have room for {len(segments) - 1} slots between them, "
+            f"but {len(slots)} slots were given": len(slots) != len(segments) - 1,
+            f"slot ids {bad} are not names like r1c0": bool(bad),
+        }
+        refuse(problems, HostMismatchError)
         self.segments = nn.ModuleList(segments)
         self.slots = tuple(slots)
         # Share of a seed's effect that reaches the next segment: 1 in a sound host, 0 in some damaged ones.
@@ -191,14 +187,15 @@ class CNNHost(Host):
         masked: bool = False,
     ) -> None:
         pools = len(channels) if pools is None else pools
-        if not channels or min(channels) < 1:
-            raise BadValueError(f"channels {tuple(channels)} must be one or more positive widths")
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise BadValueError(f"kernel_size {kernel_size} must be odd and positive")
-        if not 0 <= pools <= len(channels):
-            raise BadValueError(f"pools {pools} must be between 0 and the number of blocks, {len(channels)}")
-        if resolution >> pools < 1:
-            raise BadValueError(f"resolution {resolution} is too small for {pools} poolings by 2")
+        blocks = len(channels)
+        refuse(
+            {
+                f"channels {tuple(channels)} must be one or more positive widths": min(channels, default=0) < 1,
+                f"kernel_size {kernel_size} must be odd and positive": kernel_size < 1 or kernel_size % 2 == 0,
+                f"pools {pools} must be between 0 and the number of blocks, {blocks}": not 0 <= pools <= blocks,
+                f"resolution {resolution} is too small for {pools} poolings by 2": resolution < 2**pools,
+            }
+        )
         segments: list[Segment] = []
         positions: list[tuple[str, int, int]] = []  # id, width and resolution
         side, width_in = resolution, in_channels
@@ -216,15 +213,8 @@ class CNNHost(Host):
             for index, (name, width, side) in enumerate(positions)
         ]
         super().__init__(segments, slots)
-        self._config = {
-            "channels": list(channels),
-            "kernel_size": kernel_size,
-            "pools": pools,
-            "classes": classes,
-            "in_channels": in_channels,
-            "resolution": resolution,
-            "masked": masked,
-        }
+        sizes = {"kernel_size": kernel_size, "pools": pools, "classes": classes, "in_channels": in_channels}
+        self._config = {"channels": list(channels), **sizes, "resolution": resolution, "masked": masked}
 
     def blind(self) -> None:
         """Mask all kernel taps except the centre, so that the host cannot see shapes. Needs `masked`."""
@@ -238,8 +228,6 @@ class CNNHost(Host):
 
 class TransformerLayer(nn.Module):
     """h + attention(norm(h)), then h + MLP(norm(h))."""
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -271,18 +259,6 @@ class TokenEmbedding(nn.Module):
         return self.token(ids) + self.position(positions)
 
 
-class LanguageHead(nn.Module):
-    """Final norm, then a score per entry of the vocabulary, without bias."""
-
-    def __init__(self, width: int, vocab: int) -> None:
-        super().__init__()
-        self.norm = LayerNorm(width)
-        self.linear = Linear(width, vocab, bias=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.linear(self.norm(h))
-
-
 class TokenSegment(Segment):
     """A chain of layers without statistics."""
 
@@ -311,16 +287,18 @@ class GPTHost(Host):
     ) -> None:
         groups = layers if groups is None else groups
         sizes = {"layers": layers, "width": width, "heads": heads, "block": block, "vocab": vocab, "groups": groups}
-        if min(sizes.values()) < 1:
-            raise BadValueError(f"GPTHost of {sizes}: all must be positive")
-        if width % heads:
-            raise BadValueError(f"width {width} is not a multiple of heads {heads}")
-        if layers % groups:
-            raise BadValueError(f"layers {layers} cannot be cut into {groups} equal groups")
-        size = layers // groups
+        refuse({f"GPTHost of {sizes}: all must be positive": min(sizes.values()) < 1})
+        size, rest = divmod(layers, groups)
+        refuse(
+            {
+                f"width {width} is not a multiple of heads {heads}": width % heads > 0,
+                f"layers {layers} cannot be cut into {groups} equal groups": rest > 0,
+            }
+        )
         chains: list[list[nn.Module]] = [[TransformerLayer(width, heads) for _ in range(size)] for _ in range(groups)]
         chains[0].insert(0, TokenEmbedding(vocab, block, width))
-        chains[-1].append(LanguageHead(width, vocab))
+        head: OrderedDict[str, nn.Module] = OrderedDict(norm=LayerNorm(width), linear=Linear(width, vocab, bias=False))
+        chains[-1].append(nn.Sequential(head))
         slots = [
             SlotSpec(slot_id(0, index), width, "tokens", position=(index + 1) / groups, resolution=block)
             for index in range(groups - 1)

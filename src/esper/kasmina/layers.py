@@ -197,7 +197,7 @@ class Linear(Layer):
 class _AffineNorm(Layer):
     """Weight one and bias zero per channel; running mean zero and variance one, if it has them."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         self.width, self.eps = width, eps
         self.weight = nn.Parameter(torch.ones(width))
@@ -219,7 +219,7 @@ class BatchNorm2d(_AffineNorm):
     running_var: Tensor
 
     def __init__(self, width: int, *, eps: float = 1e-5) -> None:
-        super().__init__(width, eps)
+        super().__init__(width, eps=eps)
         self.register_buffer("running_mean", torch.zeros(width))
         self.register_buffer("running_var", torch.ones(width))
 
@@ -256,7 +256,7 @@ class GroupNorm(_AffineNorm):
     """Group normalisation of images."""
 
     def __init__(self, groups: int, width: int, *, eps: float = 1e-5) -> None:
-        super().__init__(width, eps)
+        super().__init__(width, eps=eps)
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -275,9 +275,6 @@ class GroupNorm(_AffineNorm):
 
 class LayerNorm(_AffineNorm):
     """Layer normalisation of the last axis."""
-
-    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
-        super().__init__(width, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.width,), eps=self.eps) * per_channel(self.weight, x) + per_channel(self.bias, x)

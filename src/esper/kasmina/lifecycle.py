@@ -35,8 +35,7 @@ from esper.leyline import (
 )
 from esper.leyline.numbers import require_share, require_whole
 
-MEASUREMENTS_KEPT = 2
-"""Gates and features use the mean of the last two measurements."""
+MEASUREMENTS_KEPT = 2  # gates and features use the mean of these
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class SeedState:
     tempo: int = 3
     alpha_target: float = 1.0
     controller: AlphaController = field(default_factory=AlphaController)
-    pruning: bool = False
-    """Alpha is on a ramp to 0, after which the seed is removed."""
+    pruning: bool = False  # alpha is on a ramp to 0, after which the seed is removed
     steps_in_stage: int = 0
     age: int = 0
     cooldown: int = 0
@@ -223,30 +221,21 @@ def tick(state: SeedState, config: LifecycleConfig) -> tuple[SeedState, tuple[St
     """End a step: move counters, ramps and timers, and make automatic transitions."""
     before = state.stage
     if state.stage in COOLDOWN_STAGES:
-        state = _rest(state)
+        # PRUNED and RESETTING last one tick each, EMBARGOED the rest of the timer.
+        left = state.cooldown - 1
+        stage = {0: SeedStage.DORMANT, 1: SeedStage.RESETTING}.get(left, SeedStage.EMBARGOED)
+        steps = state.steps_in_stage + 1 if stage is before else 0
+        state = replace(state, stage=stage, cooldown=left, steps_in_stage=steps)
     elif state.stage in LIVE_STAGES:
         state = replace(state, steps_in_stage=state.steps_in_stage + 1, age=state.age + 1)
         if state.stage is SeedStage.GERMINATED:
             state = enter(state, SeedStage.TRAINING)
+        elif state.stage is SeedStage.BLENDING and state.controller.holding:
+            state = enter(state, SeedStage.HOLDING)  # it has trained at its target
         elif state.stage is SeedStage.BLENDING:
-            state = _ramp(state, config)
+            state = replace(state, controller=state.controller.step())
+            state = cut(state, config) if state.pruning and state.alpha == 0.0 else state
     return state, () if state.stage is before else (StageChange(state.slot_id, before, state.stage, "tick"),)
-
-
-def _rest(state: SeedState) -> SeedState:
-    """PRUNED and RESETTING last one tick each, EMBARGOED the rest of the timer."""
-    left = state.cooldown - 1
-    stage = {0: SeedStage.DORMANT, 1: SeedStage.RESETTING}.get(left, SeedStage.EMBARGOED)
-    steps = state.steps_in_stage + 1 if stage is state.stage else 0
-    return replace(state, stage=stage, cooldown=left, steps_in_stage=steps)
-
-
-def _ramp(state: SeedState, config: LifecycleConfig) -> SeedState:
-    """End a ramp that has trained at its target; move any other one step."""
-    if state.controller.holding:
-        return enter(state, SeedStage.HOLDING)
-    moved = replace(state, controller=state.controller.step())
-    return cut(moved, config) if moved.pruning and moved.alpha == 0.0 else moved
 
 
 def record_gradient(state: SeedState, norm: float) -> SeedState:

@@ -26,10 +26,9 @@ from esper.leyline import (
     UnknownNameError,
     derive_seed,
 )
-from esper.leyline.numbers import require_whole
+from esper.leyline.numbers import refuse, require_whole
 
-RECOMPILE_LIMIT = 128
-"""Compiled graphs per model. A seed needs a few during its life; the default of torch is eight in all."""
+RECOMPILE_LIMIT = 128  # graphs per model: a seed needs a few during its life, and the default of torch is eight in all
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,7 +52,6 @@ def check_settings(isolation: Isolation, config: LifecycleConfig | None, budget:
 
 
 def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolation) -> SegmentedBody:
-    """A host of segments with the given slots (None: all)."""
     if not isinstance(host, Host):
         raise HostMismatchError(
             f"{type(host).__name__} is no Host (segments with slots between them): "
@@ -62,10 +60,11 @@ def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolati
     if slots is None:
         slots = [spec.slot_id for spec in host.slots]
     wanted = [slots] if isinstance(slots, str) else list(slots)
-    if any(not isinstance(slot_id, str) for slot_id in wanted):
-        raise BadValueError(f"slots {wanted} must be ids such as 'r1c0'")
-    if len(set(wanted)) != len(wanted):
-        raise BadValueError(f"slots {wanted} must each be named once")
+    problems = {
+        f"slots {wanted} must be ids such as 'r1c0'": not all(isinstance(slot_id, str) for slot_id in wanted),
+        f"slots {wanted} must each be named once": len(set(map(str, wanted))) != len(wanted),
+    }
+    refuse(problems)
     specs = [host.slots[index] for index in sorted({host.slot_index(slot_id) for slot_id in wanted})]
     like = next(host.parameters(), None)
     if like is None:
@@ -95,10 +94,8 @@ class MorphogeneticModel(nn.Module):
         if isinstance(host, Body) and slots is not None:
             raise BadValueError(f"slots {list(slots)} were given with a body, which has its own; omit them")
         self.body = host if isinstance(host, Body) else _segmented(host, slots, isolation)
-        self.isolation = isolation
-        self.config = config if config is not None else LifecycleConfig()
-        self.budget = budget
-        self.rng_seed = rng_seed
+        self.isolation, self.config = isolation, config if config is not None else LifecycleConfig()
+        self.budget, self.rng_seed = budget, rng_seed
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
     # -- forward ------------------------------------------------------------------------------------------------------

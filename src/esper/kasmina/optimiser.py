@@ -12,8 +12,7 @@ from esper.leyline import BadValueError, CheckpointError, UnknownNameError
 from esper.leyline.numbers import require_positive
 
 HOST = "host"
-CLIP_EPS = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class GrowingOptimizer:
@@ -42,7 +41,16 @@ class GrowingOptimizer:
         self.model = model
         self.clip_norm = clip_norm
         self.seed_options = dict(seed_options or {})
-        self.wrapped = _make_one_group(make, list(model.host_parameters()))
+        self.wrapped = make(list(model.host_parameters()))
+        if not isinstance(self.wrapped, torch.optim.Optimizer):
+            raise BadValueError(
+                f"make() returned {type(self.wrapped).__name__}; it must build a torch optimiser of these parameters"
+            )
+        if len(self.wrapped.param_groups) != 1:
+            raise BadValueError(
+                f"make() put the host's parameters into {len(self.wrapped.param_groups)} groups, so it is not clear "
+                "whose settings a seed takes: use one group, as in lambda p: torch.optim.AdamW(p, lr=1e-3)"
+            )
         settings = [key for key in self.wrapped.param_groups[0] if key != "params"]
         for key in self.seed_options:
             if key not in settings:
@@ -113,19 +121,3 @@ class GrowingOptimizer:
         self.wrapped.step()
         self.model.observe_gradients(norms)
         return norms
-
-
-def _make_one_group(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    made = make(parameters)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise BadValueError(
-            f"make() returned {type(made).__name__}; it must build a torch optimiser of the given parameters"
-        )
-    if len(made.param_groups) != 1:
-        raise BadValueError(
-            f"make() put the host's parameters into {len(made.param_groups)} groups, so it is not clear whose "
-            "settings a seed takes: use one group, as in lambda p: torch.optim.AdamW(p, lr=1e-3)"
-        )
-    return made

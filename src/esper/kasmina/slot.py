@@ -42,12 +42,9 @@ WIDTH_AXIS: dict[Topology, int] = {"image": 1, "tokens": -1, "vector": -1}
 class Role(Enum):
     """What a seed does in the current row."""
 
-    MAIN = "main"
-    """Acts as its stage and alpha say."""
-    SILENT = "silent"
-    """Does nothing."""
-    SHADOW = "shadow"
-    """Acts with full effect on a detached stream."""
+    MAIN = "main"  # acts as its stage and alpha say
+    SILENT = "silent"  # does nothing
+    SHADOW = "shadow"  # acts with full effect on a detached stream
 
 
 Roles = Mapping[str, Role]
@@ -105,15 +102,13 @@ class SeedSlot(nn.Module):
 
     def plant(self, state: SeedState, rng_seed: int, like: Tensor) -> None:
         """Build the seed and gate of `state`, with the device and dtype of `like`."""
-        if state.blueprint is None:
-            raise ValueError(f"the state of slot {state.slot_id!r} names no blueprint")
+        assert state.blueprint is not None
         # Layers draw as they are built; the host's random stream must not notice.
         with torch.random.fork_rng(devices=[]):
-            seed = BlueprintRegistry.build(
+            self.seed = BlueprintRegistry.build(
                 self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
             )
-            gate = make_gate(state.style, self.spec)
-        self.seed, self.gate = seed, gate
+            self.gate = make_gate(state.style, self.spec)
         self.to(device=like.device, dtype=like.dtype)
         self.settle(state)
 

@@ -72,7 +72,6 @@ def join_state(encoded: Json, tensors: dict[str, Tensor]) -> State:
 
 
 TRAINING = StoredFormat("esper-training", 1, "training.json", "training.safetensors")
-FOLDERS = ("model", "training")
 
 
 class Stateful(Protocol):
@@ -103,8 +102,8 @@ class _Lock:
         finalize(self, stack.close)
 
 
+# By process, because a fork inherits its parent's, and by folder: objects of one process share a lock.
 _LOCKS: WeakValueDictionary[tuple[int, Path], _Lock] = WeakValueDictionary()
-"""By process, because a fork inherits its parent's, and by folder: objects of one process share a lock."""
 
 
 class TrainingCheckpoints:
@@ -127,10 +126,14 @@ class TrainingCheckpoints:
         require_whole("step", step, 1, remark=": it is the number of completed steps")
         tensors: dict[str, Tensor] = {}
         random = RandomState.of(model)
+        states = {
+            name: {"generator": part.get_state()} if isinstance(part, torch.Generator) else part.state_dict()
+            for name, part in parts.items()
+        }
         content = {
             "training": encode(SavedTraining(step, Machine.here())),
             "random": split_state({"cpu": random.cpu, "cuda": random.cuda}, "random", tensors),
-            "parts": {name: split_state(_state(part), f"parts/{name}", tensors) for name, part in parts.items()},
+            "parts": {name: split_state(state, f"parts/{name}", tensors) for name, state in states.items()},
         }
 
         def write(new: Path) -> None:
@@ -143,7 +146,7 @@ class TrainingCheckpoints:
         self._lock = _LOCKS.get(key) or _Lock(self.series.folder)
         _LOCKS[key] = self._lock
         self.series.require_newest(step)
-        replace_folder(path, write, FOLDERS)
+        replace_folder(path, write, ("model", "training"))
         self.series.prune()
 
     def load(self, model: MorphogeneticModel, parts: Parts) -> int:
@@ -173,7 +176,6 @@ class TrainingCheckpoints:
 
 
 def _read(step: int, path: Path) -> tuple[checkpoint.Checkpoint, SavedTraining, RandomState, dict[str, State]]:
-    """Read and check a whole checkpoint: the model, the step, random streams, and the states of the parts."""
     model = checkpoint.read(path / "model")
     content, tensors = read_stored(path / "training", TRAINING)
     with checkpoint_errors(str(path)):
@@ -183,7 +185,3 @@ def _read(step: int, path: Path) -> tuple[checkpoint.Checkpoint, SavedTraining, 
         random = RandomState(**join_state(content["random"], tensors))
         states = {name: join_state(each, tensors) for name, each in content["parts"].items()}
     return model, saved, random, states
-
-
-def _state(part: Stateful | torch.Generator) -> State:
-    return {"generator": part.get_state()} if isinstance(part, torch.Generator) else part.state_dict()

@@ -1,10 +1,18 @@
-"""Range checks, random seeds derived from names, and Student's t."""
+"""Checks of values, random seeds derived from names, and Student's t."""
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import TypeGuard
 
-from esper.leyline.errors import BadValueError
+from esper.leyline.errors import BadValueError, EsperError
+
+
+def refuse(problems: Mapping[str, bool], error: type[EsperError] = BadValueError) -> None:
+    """Raise the first of these problems that applies."""
+    for problem, applies in problems.items():
+        if applies:
+            raise error(problem)
 
 
 def require_whole(name: str, value: object, least: int | None = None, *, remark: str = "") -> None:

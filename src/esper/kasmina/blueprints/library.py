@@ -1,36 +1,49 @@
 """The built-in blueprints for images, tokens and vectors."""
 
+from collections import OrderedDict
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import Conv2d, GroupNorm, LayerNorm, Linear, Scale, SelfAttention
+from esper.leyline import TOPOLOGIES
 
-CHANNELS_PER_GROUP = 16
-"""Minimum number of channels per norm group, so that a norm works even on a one-pixel image."""
-MIN_NORM_VALUES = 4
+CHANNELS_PER_GROUP = 16  # at least, so that a norm works even on a one-pixel image
+ATTENTION_HEADS = 4
 
-
-def norm_groups(width: int) -> int:
-    """The largest number of equal groups with at least `CHANNELS_PER_GROUP` channels each."""
-    return max(g for g in range(1, max(1, width // CHANNELS_PER_GROUP) + 1) if width % g == 0)
+image, tokens, vector = (partial(BlueprintRegistry.register, topology) for topology in TOPOLOGIES)
+image_with_norm = partial(image, min_values=4)  # a norm of fewer values returns almost constants
 
 
 def _norm(width: int) -> GroupNorm:
-    return GroupNorm(norm_groups(width), width)
+    """As many equal groups as have `CHANNELS_PER_GROUP` channels each."""
+    most = max(1, width // CHANNELS_PER_GROUP)
+    return GroupNorm(max(groups for groups in range(1, most + 1) if width % groups == 0), width)
 
 
-@BlueprintRegistry.register("image", "norm", lambda c: 3 * c, min_values=MIN_NORM_VALUES)
-class ImageNorm(nn.Module):
-    """GN(h) − h."""
+def _chain(width: int, **layers: nn.Module) -> nn.Module:
+    """The layers one after the other, then the scale."""
+    return nn.Sequential(OrderedDict(layers, scale=Scale(width)))
 
-    def __init__(self, width: int) -> None:
+
+class NormResidual(nn.Module):
+    """norm(h) − h."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
         super().__init__()
-        self.norm = _norm(width)
+        self.norm = norm
         self.scale = Scale(width)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.scale(self.norm(h) - h)
+
+
+@image_with_norm("norm", lambda c: 3 * c)
+def image_norm(width: int) -> nn.Module:
+    """GN(h) − h."""
+    return NormResidual(_norm(width), width)
 
 
 def squeezed_width(width: int) -> int:
@@ -39,7 +52,7 @@ def squeezed_width(width: int) -> int:
 
 
 # With a single channel the gradient almost vanishes on signed activations.
-@BlueprintRegistry.register("image", "attention", lambda c: 2 * c * squeezed_width(c) + c, min_width=2)
+@image("attention", lambda c: 2 * c * squeezed_width(c) + c, min_width=2)
 class SqueezeExcite(nn.Module):
     """h · tanh(W₂ SiLU(W₁ mean(h)))."""
 
@@ -55,19 +68,11 @@ class SqueezeExcite(nn.Module):
 
 
 # Before a norm, a single 1×1 weight could only change the sign.
-@BlueprintRegistry.register("image", "depthwise", lambda c: c * c + 12 * c, min_width=2, min_values=MIN_NORM_VALUES)
-class Depthwise(nn.Module):
+@image_with_norm("depthwise", lambda c: c * c + 12 * c, min_width=2)
+def depthwise(width: int) -> nn.Module:
     """depthwise 3×3 → 1×1 → GN → ReLU."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.depthwise = Conv2d(width, width, 3, groups=width)
-        self.pointwise = Conv2d(width, width, 1)
-        self.norm = _norm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(F.relu(self.norm(self.pointwise(self.depthwise(h)))))
+    depthwise, pointwise = Conv2d(width, width, 3, groups=width), Conv2d(width, width, 1)
+    return _chain(width, depthwise=depthwise, pointwise=pointwise, norm=_norm(width), relu=nn.ReLU())
 
 
 def narrow_width(width: int) -> int:
@@ -75,156 +80,65 @@ def narrow_width(width: int) -> int:
     return max(8, width // 4)
 
 
-@BlueprintRegistry.register(
-    "image",
-    "bottleneck",
-    lambda c: 2 * c * narrow_width(c) + 9 * narrow_width(c) ** 2 + 3 * c,
-    min_values=MIN_NORM_VALUES,
-)
-class Bottleneck(nn.Module):
+@image_with_norm("bottleneck", lambda c: 2 * c * narrow_width(c) + 9 * narrow_width(c) ** 2 + 3 * c)
+def bottleneck(width: int) -> nn.Module:
     """1×1 to max(8, C/4) → ReLU → 3×3 → ReLU → 1×1 → GN."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        inner = narrow_width(width)
-        self.down = Conv2d(width, inner, 1)
-        self.conv = Conv2d(inner, inner, 3)
-        self.up = Conv2d(inner, width, 1)
-        self.norm = _norm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(self.norm(self.up(F.relu(self.conv(F.relu(self.down(h)))))))
+    inner = narrow_width(width)
+    down, conv, up = Conv2d(width, inner, 1), Conv2d(inner, inner, 3), Conv2d(inner, width, 1)
+    return _chain(width, down=down, relu=nn.ReLU(), conv=conv, conv_relu=nn.ReLU(), up=up, norm=_norm(width))
 
 
-class Convolution(nn.Module):
+def _convolution(width: int, kernel_size: int) -> nn.Module:
     """k×k → GN → ReLU."""
-
-    def __init__(self, width: int, kernel_size: int) -> None:
-        super().__init__()
-        self.conv = Conv2d(width, width, kernel_size)
-        self.norm = _norm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(F.relu(self.norm(self.conv(h))))
+    return _chain(width, conv=Conv2d(width, width, kernel_size), norm=_norm(width), relu=nn.ReLU())
 
 
-@BlueprintRegistry.register("image", "conv_small", lambda c: c * c + 3 * c, min_width=2, min_values=MIN_NORM_VALUES)
-def conv_small(width: int) -> Convolution:
-    """1×1."""
-    return Convolution(width, 1)
-
-
-@BlueprintRegistry.register("image", "conv_light", lambda c: 9 * c * c + 3 * c, min_values=MIN_NORM_VALUES)
-def conv_light(width: int) -> Convolution:
-    """3×3."""
-    return Convolution(width, 3)
+image_with_norm("conv_small", lambda c: c * c + 3 * c, min_width=2)(partial(_convolution, kernel_size=1))
+image_with_norm("conv_light", lambda c: 9 * c * c + 3 * c)(partial(_convolution, kernel_size=3))
 
 
 # With one channel the second norm cancels the factor of the first.
-@BlueprintRegistry.register(
-    "image", "conv_heavy", lambda c: 18 * c * c + 5 * c, min_width=2, min_values=MIN_NORM_VALUES
-)
-class ConvHeavy(nn.Module):
+@image_with_norm("conv_heavy", lambda c: 18 * c * c + 5 * c, min_width=2)
+def conv_heavy(width: int) -> nn.Module:
     """3×3 → GN → ReLU, twice."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = Conv2d(width, width, 3)
-        self.first_norm = _norm(width)
-        self.second = Conv2d(width, width, 3)
-        self.second_norm = _norm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = F.relu(self.first_norm(self.first(h)))
-        return self.scale(F.relu(self.second_norm(self.second(h))))
+    return _chain(
+        width,
+        first=Conv2d(width, width, 3),
+        first_norm=_norm(width),
+        first_relu=nn.ReLU(),
+        second=Conv2d(width, width, 3),
+        second_norm=_norm(width),
+        second_relu=nn.ReLU(),
+    )
 
 
-MIN_NORM_WIDTH = 3
-"""A norm of two values only tells which is larger."""
-ATTENTION_HEADS = 4
-
-
-@BlueprintRegistry.register("tokens", "norm", lambda c: 3 * c, min_width=MIN_NORM_WIDTH)
-@BlueprintRegistry.register("vector", "norm", lambda c: 3 * c, min_width=MIN_NORM_WIDTH)
-class FeatureNorm(nn.Module):
+def feature_norm(width: int) -> nn.Module:
     """LN(h) − h."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = LayerNorm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(self.norm(h) - h)
+    return NormResidual(LayerNorm(width), width)
 
 
-class LowRank(nn.Module):
+def low_rank(width: int, rank: int) -> nn.Module:
     """U D h: a linear map of low rank."""
-
-    def __init__(self, width: int, rank: int) -> None:
-        super().__init__()
-        self.down = Linear(width, rank, bias=False)
-        self.up = Linear(rank, width, bias=False)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(self.up(self.down(h)))
+    return _chain(width, down=Linear(width, rank, bias=False), up=Linear(rank, width, bias=False))
 
 
-@BlueprintRegistry.register("tokens", "lora", lambda c: 17 * c)
-@BlueprintRegistry.register("vector", "lora", lambda c: 17 * c)
-def lora(width: int) -> LowRank:
-    """Rank 8."""
-    return LowRank(width, 8)
-
-
-@BlueprintRegistry.register("tokens", "lora_large", lambda c: 65 * c)
-@BlueprintRegistry.register("vector", "lora_large", lambda c: 65 * c)
-def lora_large(width: int) -> LowRank:
-    """Rank 32."""
-    return LowRank(width, 32)
-
-
-@BlueprintRegistry.register(
-    "tokens", "attention", lambda c: 4 * c * c + 4 * c, min_resolution=2, multiple_of=ATTENTION_HEADS
-)
-class TokenAttention(nn.Module):
-    """Causal attention with four heads."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = SelfAttention(width, ATTENTION_HEADS)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(self.attention(h))
-
-
-class Perceptron(nn.Module):
+def perceptron(width: int, factor: int) -> nn.Module:
     """W₂ GELU(W₁ h)."""
-
-    def __init__(self, width: int, factor: int) -> None:
-        super().__init__()
-        self.up = Linear(width, factor * width)
-        self.down = Linear(factor * width, width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(self.down(F.gelu(self.up(h))))
+    return _chain(width, up=Linear(width, factor * width), gelu=nn.GELU(), down=Linear(factor * width, width))
 
 
-@BlueprintRegistry.register("tokens", "mlp_small", lambda c: 4 * c * c + 4 * c)
-@BlueprintRegistry.register("vector", "mlp_small", lambda c: 4 * c * c + 4 * c)
-def mlp_small(width: int) -> Perceptron:
-    """Hidden width twice the width."""
-    return Perceptron(width, 2)
+def token_attention(width: int) -> nn.Module:
+    """Causal attention with four heads."""
+    return _chain(width, attention=SelfAttention(width, ATTENTION_HEADS))
 
 
-@BlueprintRegistry.register("tokens", "mlp", lambda c: 8 * c * c + 6 * c)
-@BlueprintRegistry.register("vector", "mlp", lambda c: 8 * c * c + 6 * c)
-def mlp(width: int) -> Perceptron:
-    """Hidden width four times the width."""
-    return Perceptron(width, 4)
+for register in (tokens, vector):
+    register("norm", lambda c: 3 * c, min_width=3)(feature_norm)  # a norm of two values only tells which is larger
+    register("lora", lambda c: 17 * c)(partial(low_rank, rank=8))
+    register("lora_large", lambda c: 65 * c)(partial(low_rank, rank=32))
+    if register is tokens:
+        register("attention", lambda c: 4 * c * c + 4 * c, min_resolution=2, multiple_of=ATTENTION_HEADS)(
+            token_attention
+        )
+    register("mlp_small", lambda c: 4 * c * c + 4 * c)(partial(perceptron, factor=2))
+    register("mlp", lambda c: 8 * c * c + 6 * c)(partial(perceptron, factor=4))

@@ -17,6 +17,7 @@ from esper.leyline import (
     Topology,
     UnknownNameError,
 )
+from esper.leyline.numbers import refuse
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,14 @@ class BlueprintSpec:
         """Why it cannot be built there; None if it can."""
         side = self.min_resolution if resolution is None else resolution
         values = width * side ** (2 if self.topology == "image" else 0)
-        if width < self.min_width:
-            return f"width {width} is below its minimum of {self.min_width}"
-        if width % self.multiple_of:
-            return f"width {width} is not a multiple of {self.multiple_of}"
-        if side < self.min_resolution:
-            return f"resolution {resolution} is below its minimum of {self.min_resolution}"
-        if resolution is not None and values < self.min_values:
-            return (
-                f"width {width} at resolution {resolution} gives its norm {values} values of {self.min_values} needed"
-            )
-        return None
+        few = f"width {width} at resolution {resolution} gives its norm {values} values of {self.min_values} needed"
+        problems = {
+            f"width {width} is below its minimum of {self.min_width}": width < self.min_width,
+            f"width {width} is not a multiple of {self.multiple_of}": width % self.multiple_of > 0,
+            f"resolution {resolution} is below its minimum of {self.min_resolution}": side < self.min_resolution,
+            few: resolution is not None and values < self.min_values,
+        }
+        return next((problem for problem, applies in problems.items() if applies), None)
 
     def check_built(self, module: nn.Module, width: int) -> nn.Module:
         """Return the built module, if it has as many parameters as `count` states."""
@@ -58,12 +56,9 @@ class BlueprintSpec:
         if not isinstance(module, nn.Module):
             raise BlueprintContractError(f"{label}: its factory returned {type(module).__name__}, not an nn.Module")
         actual, stated = count_parameters(module), self.count(width)
-        if actual == 0:
-            raise BlueprintContractError(f"{label} has no parameters, so it could never learn")
-        if type(stated) is not int or actual != stated:
-            raise BlueprintContractError(
-                f"{label} breaks clause 4 (count): it states {stated!r} parameters but has {actual}"
-            )
+        wrong = f"{label} breaks clause 4 (count): it states {stated!r} parameters but has {actual}"
+        empty = f"{label} has no parameters, so it could never learn"
+        refuse({empty: actual == 0, wrong: type(stated) is not int or actual != stated}, BlueprintContractError)
         return module
 
 
@@ -85,14 +80,9 @@ class BlueprintRegistry:
         multiple_of: int = 1,
     ) -> Callable[[Callable[[int], nn.Module]], Callable[[int], nn.Module]]:
         """Decorate a module class or factory that takes a width. Raises if the name exists."""
-        if topology not in TOPOLOGIES:
-            raise UnknownNameError("topology", topology, TOPOLOGIES)
-        if (topology, name) in cls._specs:
-            raise BadValueError(f"a blueprint {name!r} for {topology} slots is registered already")
-        if not callable(count):
-            raise BadValueError(
-                f"count of blueprint {name!r} is {count!r}; pass a function of the width, such as lambda c: 3 * c"
-            )
+        no_count = f"count of blueprint {name!r} is {count!r}; pass a function of the width, such as lambda c: 3 * c"
+        twice = f"a blueprint {name!r} for {topology} slots is registered already"
+        refuse({twice: name in cls.names(topology), no_count: not callable(count)})
 
         def enter(build: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
             if not callable(build):

@@ -65,7 +65,6 @@ class Exporter:
     def construct(self, module: nn.Module, path: str) -> Expression:
         """The expression that builds a module like this one; `path` names it in errors."""
         kind = type(module)
-        self.file.import_usual("nn")
         if kind in LAYERS:
             return LAYERS[kind](module, self)
         if kind in CONTAINERS:
@@ -74,10 +73,9 @@ class Exporter:
             return torch_constructor(module, path)
         return self._of_own_class(module, path)
 
-    def twin(self, name: str, text: str, *uses: str) -> str:
+    def twin(self, name: str, text: str) -> str:
         """Define a class whose text is given, and return its name in the file."""
         if text not in self._classes:
-            self.file.import_usual("nn", "Tensor", "torch", *uses)
             self._classes[text] = self.file.free_name(name)
             self.file.define(self._classes[text], text.replace(f"class {name}(", f"class {self._classes[text]}("))
         return self._classes[text]
@@ -86,7 +84,6 @@ class Exporter:
         opening, closing = CONTAINERS[type(module)]
         named = isinstance(module, nn.ModuleDict)
         if isinstance(module, nn.Sequential) and any(not key.isdigit() for key, _ in module.named_children()):
-            self.file.import_as("OrderedDict", "collections", "OrderedDict")
             opening, closing, named = "nn.Sequential(OrderedDict({", "}))", True
         children = ((key, self.construct(child, f"{path}.{key}")) for key, child in module.named_children())
         return Call(
@@ -109,7 +106,6 @@ class Exporter:
                 parts[name] = f"nn.{annotation}", self.construct(child, f"{path}.{name}")
         tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         for name, tensor in tensors.items():
-            self.file.import_usual("torch", "Tensor")
             learns = isinstance(tensor, nn.Parameter)
             parts[name] = ("nn.Parameter", f"nn.Parameter({_blank(tensor)})") if learns else ("Tensor", _blank(tensor))
         parts |= {name: part for name, part in attributes.items() if name not in parts}
@@ -158,8 +154,6 @@ class Exporter:
                 f"{label} is {value!r}; forward may only use attributes that are layers, parameters, buffers, plain "
                 "values or functions of torch"
             )
-        self.file.import_usual("Tensor")
-        self.file.import_as("Callable", "collections.abc", "Callable")
         self.file.import_as(source[1], *source)
         return "Callable[..., Tensor]", source[1]
 
@@ -173,30 +167,28 @@ CONTAINERS: dict[type[nn.Module], tuple[str, str]] = {
 
 def _convolution(layer: layers.Conv2d, exporter: Exporter) -> Call:
     if layer.mask is not None and not bool((layer.mask == 1).all()):
-        name = exporter.twin("MaskedConv2d", MASKED_CONV, "F")
+        name = exporter.twin("MaskedConv2d", MASKED_CONV)
         return call(name, layer.inputs, layer.outputs, layer.kernel_size, **_unless(groups=(layer.groups, 1)))
     options = _unless(padding=(layer.kernel_size // 2, 0), groups=(layer.groups, 1))
     return call("nn.Conv2d", layer.inputs, layer.outputs, layer.kernel_size, **options, bias=False)
 
 
-def _norm(name: str, layer: Any, *sizes: int, momentum: float = 0.1) -> Call:  # Any: one of our norms
-    return call(f"nn.{name}", *sizes, **_unless(eps=(layer.eps, 1e-5), momentum=(momentum, 0.1)))
+def _norm(name: str, layer: Any, *sizes: int) -> Call:  # Any: one of our norms
+    return call(f"nn.{name}", *sizes, **_unless(eps=(layer.eps, 1e-5)))
 
 
+# Row-aware layers → their counterparts in torch.nn, with the same names for their weights.
 LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a layer of that type
     layers.Conv2d: _convolution,
     layers.Linear: lambda layer, exporter: call(
         "nn.Linear", layer.inputs, layer.outputs, **_unless(bias=(layer.bias is not None, True))
     ),
-    layers.BatchNorm2d: lambda layer, exporter: _norm(
-        "BatchNorm2d", layer, layer.width, momentum=layers.BATCH_NORM_MOMENTUM
-    ),
+    layers.BatchNorm2d: lambda layer, exporter: _norm("BatchNorm2d", layer, layer.width),
     layers.GroupNorm: lambda layer, exporter: _norm("GroupNorm", layer, layer.groups, layer.width),
     layers.LayerNorm: lambda layer, exporter: _norm("LayerNorm", layer, layer.width),
     layers.Embedding: lambda layer, exporter: call("nn.Embedding", layer.entries, layer.width),
     layers.Scale: lambda layer, exporter: call(exporter.twin("Scale", SCALE), layer.weight.numel()),
 }
-"""Row-aware layers → their counterparts in torch.nn, with the same names for their weights."""
 
 
 def torch_constructor(layer: nn.Module, path: str) -> Call:
@@ -213,7 +205,8 @@ def torch_constructor(layer: nn.Module, path: str) -> Call:
             raise ExportError(f"{refusal}: {name} is {value!r}. {_REMEDY}")
         if parameter.default is parameter.empty:
             positional.append(value)
-        elif value != parameter.default and not _repeats(value, parameter.default):
+        # Torch stores a number, such as `stride=1`, as a tuple, such as `(1, 1)`.
+        elif value != parameter.default and not (isinstance(value, tuple) and set(value) == {parameter.default}):
             keywords[name] = value
     without_bias = {name: value for name, value in keywords.items() if name != "bias"}
     try:
@@ -238,11 +231,6 @@ def _shape(layer: nn.Module) -> tuple[object, ...]:
     tensors = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     children = {name: type(child) for name, child in layer.named_modules()}
     return public, tensors, children
-
-
-def _repeats(value: object, scalar: object) -> bool:
-    """Whether torch stored a number, such as `stride=1`, as a tuple, such as `(1, 1)`."""
-    return isinstance(value, tuple) and bool(value) and all(entry == scalar for entry in value)
 
 
 def _unless(**options: tuple[object, object]) -> dict[str, object]:

@@ -26,12 +26,12 @@ class {name}(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         return {expression}
 '''
+# Style → class name, formula, and the expression that forward returns.
 STYLES = {
     "add": ("Added", "h + alpha · seed(h)", "h + self.alpha * self.seed(h)"),
     "multiply": ("Multiplied", "h · (1 + alpha · tanh(seed(h)))", "h * (1 + self.alpha * torch.tanh(self.seed(h)))"),
     "gate": ("Gated", "h + alpha · gate(h) · seed(h)", "h + self.alpha * self.gate(h) * self.seed(h)"),
 }
-"""Style → class name, formula, and the expression that forward returns."""
 
 
 class Growth(NamedTuple):
@@ -40,8 +40,7 @@ class Growth(NamedTuple):
     slot_id: str
     blueprint: str
     style: str
-    strength: float
-    """Alpha times the conductance of its slot."""
+    strength: float  # alpha times the conductance of its slot
     seed: nn.Module
     gate: nn.Module | None
 
@@ -78,7 +77,6 @@ class Growth(NamedTuple):
 
 
 def _header(header: str, host: nn.Module, label: str, growths: Sequence[Growth]) -> str:
-    """The docstring of a file, with a summary of the network."""
     total = count_parameters(host) + sum(growth.parameters for growth in growths)
     line = f"Host: {label}, {count_parameters(host):,} parameters."
     lines = textwrap.wrap(line, LINE_WIDTH, subsequent_indent="    ")
@@ -140,8 +138,6 @@ def network_source(host: Host, growths: Sequence[Growth]) -> tuple[str, dict[str
             steps.append(f"h = self.{name}(h)  # grown: {growth.label}")
             sources |= {f"{name}.{part}": module for part, module in growth.parts.items()}
     steps[-1] = f"return {steps[-1].removeprefix('h = ')}"
-    file.import_usual("torch", "nn", "Tensor", "Path")
-    file.import_as("load_file", "safetensors.torch", "load_file")
     arguments = ", ".join(f"{key}={value!r}" for key, value in (host.config() or {}).items())
     header = _header(NETWORK_HEADER, host, f"{type(host).__name__}({arguments})", growths)
     indent = "\n        "
@@ -210,9 +206,6 @@ def blocks_source(host: nn.Module, growths: Sequence[Growth]) -> str:
     exporter = Exporter(file)
     innermost = sorted(growths, key=lambda growth: -growth.slot_id.count("."))
     entries = tuple((f"{json.dumps(growth.slot_id)}: ", growth.construct(exporter)) for growth in innermost)
-    file.import_usual("nn", "Tensor", "Path")
-    file.import_as("Any", "typing", "Any")
-    file.import_as("load_model", "safetensors.torch", "load_model")
     header = _header(BLOCKS_HEADER, host, type(host).__name__, growths)
     return file.text(header, BLOCKS.replace("{blocks}", render(Call("{", entries, "}"), 4, 32)))
 

@@ -15,7 +15,7 @@ import itertools
 import linecache
 import sys
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Union
 
@@ -61,12 +61,18 @@ def render(expression: Expression, indent: int = 0, used: int = 0) -> str:
     return "\n".join([expression.opening, *lines, " " * indent + expression.closing])
 
 
-USUAL_IMPORTS = {
-    "torch": ("torch", None),
-    "nn": ("torch", "nn"),
-    "Tensor": ("torch", "Tensor"),
-    "F": ("torch.nn", "functional"),
-    "Path": ("pathlib", "Path"),
+# What the generated parts of a file refer to. These names mean nothing else in it.
+TEMPLATE_IMPORTS = {
+    "torch": "import torch",
+    "nn": "from torch import nn",
+    "Tensor": "from torch import Tensor",
+    "F": "from torch.nn import functional as F",
+    "load_file": "from safetensors.torch import load_file",
+    "load_model": "from safetensors.torch import load_model",
+    "Any": "from typing import Any",
+    "Callable": "from collections.abc import Callable",
+    "OrderedDict": "from collections import OrderedDict",
+    "Path": "from pathlib import Path",
 }
 
 
@@ -74,9 +80,7 @@ class GeneratedFile:
     """Collects imports and top-level definitions with unique names."""
 
     def __init__(self, *reserved: str) -> None:
-        self._reserved = dict.fromkeys(reserved, "")
-        self._imports: dict[str, str] = {}
-        self._definitions: dict[str, str] = {}
+        self._names = dict.fromkeys(reserved, "") | TEMPLATE_IMPORTS
 
     def import_as(self, name: str, module: str, attribute: str | None = None) -> None:
         """Bind `name` to a module, or to an attribute of it."""
@@ -84,54 +88,48 @@ class GeneratedFile:
             module, _, attribute = module.rpartition(".")
         target = module if attribute is None else attribute
         alias = "" if name == target else f" as {name}"
-        line = f"import {target}{alias}" if attribute is None else f"from {module} import {target}{alias}"
-        self._add(self._imports, name, line)
-
-    def import_usual(self, *names: str) -> None:
-        """Import names that every reader knows, such as `nn`."""
-        for name in names:
-            self.import_as(name, *USUAL_IMPORTS[name])
+        self.define(name, ("" if attribute is None else f"from {module} ") + f"import {target}{alias}")
 
     def define(self, name: str, text: str) -> None:
         """Add a definition after those that it needs. A name may come again only with the same text."""
-        self._add(self._definitions, name, text)
-
-    def _add(self, table: dict[str, str], name: str, text: str) -> None:
-        others = (self._reserved, self._imports, self._definitions)
-        if any(name in other for other in others if other is not table) or table.setdefault(name, text) != text:
+        if self._names.setdefault(name, text) != text:
             raise ExportError(f"two different things are called {name!r} in what is exported; rename one of them")
 
     def free_name(self, wanted: str) -> str:
         """`wanted`, with a number if the name is in use."""
         candidates = itertools.chain([wanted], (f"{wanted}{number}" for number in itertools.count(2)))
-        used = self._imports.keys() | self._definitions.keys() | self._reserved.keys()
-        return next(name for name in candidates if name not in used)
+        return next(name for name in candidates if name not in self._names)
 
     def text(self, header: str, *tail: str) -> str:
         """The whole file: docstring, imports, definitions, and the blocks of `tail`."""
-        constants = [text for text in self._definitions.values() if "\n" not in text]
-        blocks = [text for text in self._definitions.values() if "\n" in text]
+        imports = {name: text for name, text in self._names.items() if text.startswith(("import ", "from "))}
+        definitions = [text for name, text in self._names.items() if text and name not in imports]
+        constants = [text for text in definitions if "\n" not in text]
+        blocks = [text for text in (*definitions, *tail) if "\n" in text]
+        nodes = ast.walk(ast.parse("\n".join([*constants, *blocks])))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
         header = header.strip().replace("\\", "/").replace('"' * 3, "'" * 3)  # it stands between quotes
         parts = [
             f'"""{header}\n"""',
             "",
             "from __future__ import annotations",
             "",
-            *self._import_lines(),
+            *_import_lines(line for name, line in imports.items() if name in used),
             *(["", *constants] if constants else []),
-            *(f"\n\n{block.strip()}" for block in (*blocks, *tail)),
+            *(f"\n\n{block.strip()}" for block in blocks),
         ]
         return "\n".join(parts) + "\n"
 
-    def _import_lines(self) -> list[str]:
-        """The standard library first; one line per module."""
-        lines = sorted(line for line in self._imports.values() if line.startswith("import"))
-        pairs = sorted(line.split(" import ") for line in self._imports.values() if line.startswith("from"))
-        for module, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            lines.append(f"{module} import {', '.join(target for _, target in group)}")
-        standard = [line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names]
-        foreign = [line for line in lines if line not in standard]
-        return [*standard, "", *foreign] if standard else foreign
+
+def _import_lines(imports: Iterable[str]) -> list[str]:
+    """The standard library first; one line per module."""
+    pairs = sorted(line.split("import ") for line in imports)
+    lines = [f"import {target}" for origin, target in pairs if not origin]
+    for origin, group in itertools.groupby((pair for pair in pairs if pair[0]), key=lambda pair: pair[0]):
+        lines.append(f"{origin}import {', '.join(target for _, target in group)}")
+    standard = [line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names]
+    foreign = [line for line in lines if line not in standard]
+    return [*standard, "", *foreign] if standard else foreign
 
 
 def execute(text: str, filename: str) -> ModuleType:
@@ -260,7 +258,6 @@ class Method:
         elif isinstance(value, ModuleType) and is_available(value.__name__):
             file.import_as(name, value.__name__)
         elif value is max_pool:  # it knows rows; the file needs it for one network
-            file.import_usual("F", "Tensor")
             file.define(name, MAX_POOL.replace("def max_pool(", f"def {name}("))
         elif source := find_import(value, "torch", "torch.nn.functional"):
             file.import_as(name, *source)
@@ -324,7 +321,6 @@ class _WithoutStatistics(ast.NodeTransformer):
         return ast.parse("self.training", mode="eval").body if node.id == "train" else node
 
     def _passes_train(self, node: ast.expr) -> bool:
-        """Whether this calls a layer or a method with `train`."""
         if not isinstance(node, ast.Call):
             return False
         root: ast.expr = node.func
@@ -343,8 +339,6 @@ class _WithoutStatistics(ast.NodeTransformer):
 
 
 class _WithoutNames(ast.NodeTransformer):
-    """Removes assignments to certain names."""
-
     def __init__(self, names: set[str]) -> None:
         self.names = names
 

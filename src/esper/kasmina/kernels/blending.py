@@ -20,8 +20,7 @@ from esper.leyline import BLEND_STYLES
 
 MULTIPLY = tl.constexpr(BLEND_STYLES.index("multiply"))
 GATE = tl.constexpr(BLEND_STYLES.index("gate"))
-COLUMNS = 256
-"""Columns of a tile: entries times channels."""
+COLUMNS = 256  # of a tile: entries times channels
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -106,7 +105,6 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _blocks(entries: int, channels: int) -> dict[str, int]:
-    """The tile of a program."""
     across = triton.next_power_of_2(channels)
     block = min(triton.next_power_of_2(entries), max(1, COLUMNS // across))
     return {"ROWS": max(1, TILE // (block * across)), "ENTRIES": block, "CHANNELS": across}
@@ -153,14 +151,7 @@ class _Blend(torch.autograd.Function):
 
 
 def blend_images(
-    h: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    style: Tensor,
-    strength: Tensor,
-    valid: Tensor,
-    *,
-    multiplies: bool,
+    h: Tensor, delta: Tensor, gate: Tensor | None, style: Tensor, strength: Tensor, valid: Tensor, *, multiplies: bool
 ) -> Tensor:
     """What the entries add to h (E, B, C, H, W); `gate` (E, B, 1, 1, 1) where some have one."""
     stored, change = (part.permute(STORED["cuda"]).contiguous() for part in (h, delta))

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 128
-PIXELS = 32
-"""Pooled pixels per program: statistics are first summed over these, then over programs."""
+PIXELS = 32  # pooled ones per program: statistics are first summed over these, then over programs
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -175,8 +174,7 @@ class _NormReluPool(torch.autograd.Function):
 def norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """relu(batch_norm(x)) pooled by 2×2, with the batch's mean and unbiased variance; x (B, K, H, W), H and W even."""
     x = x.contiguous(memory_format=torch.channels_last)
-    y, mean, variance = _NormReluPool.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
-    return y, mean, variance
+    return _NormReluPool.apply(x, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,8 +204,7 @@ class _ResizeChannels(torch.autograd.Function):
 
 def resize_channels(x: Tensor, channels: int) -> Tensor:
     """The last axis cut, or filled up with zeros."""
-    resized: Tensor = _ResizeChannels.apply(x, channels)  # type: ignore[no-untyped-call]
-    return resized
+    return _ResizeChannels.apply(x, channels)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -293,5 +290,4 @@ class _MixChannels(torch.autograd.Function):
 
 def mix_channels(x: Tensor, weight: Tensor) -> Tensor:
     """A linear map of the channels of every row: x (…, R, I), weight (R, O, I) → (…, R, O)."""
-    mixed: Tensor = _MixChannels.apply(x, weight)  # type: ignore[no-untyped-call]
-    return mixed
+    return _MixChannels.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]

@@ -18,10 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE = 2048
-"""Numbers per program and loop step."""
-COLUMNS = 128
-"""Columns of such a tile."""
+TILE = 2048  # numbers per program and loop step
+COLUMNS = 128  # of such a tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -93,7 +91,6 @@ class _ScaleRows(torch.autograd.Function):
 
     @staticmethod
     def launch(x: Tensor, weight: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One kernel either way."""
         pixels, columns = x.shape
         block = min(triton.next_power_of_2(columns), COLUMNS)
         across = TILE // block
@@ -266,12 +263,11 @@ class _SameConv(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         pad, groups = weight.shape[-1] // 2, ctx.groups
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        to_x = None
+        to_x = to_weight = None
         if ctx.needs_input_grad[0]:
             turned = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
             turned = turned.contiguous(memory_format=torch.channels_last)
             to_x = torch.conv2d(gradient, turned, padding=pad, groups=groups)
-        to_weight = None
         if ctx.needs_input_grad[1]:
             _, to_weight, _ = torch.ops.aten.convolution_backward(
                 gradient, x, weight, None, [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, [False, True, False]
@@ -281,8 +277,7 @@ class _SameConv(torch.autograd.Function):
 
 def same_conv(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     """x (B, G·C, H, W), weight (G·C, C, k, k) with odd k."""
-    y: Tensor = _SameConv.apply(x, weight, groups)  # type: ignore[no-untyped-call]
-    return y
+    return _SameConv.apply(x, weight, groups)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
