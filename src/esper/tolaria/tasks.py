@@ -122,8 +122,10 @@ class Task:
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
         """The data set, loaded once and shared between callers."""
-        sizes = {"validation_size": self.validation_size, "train_size": self.train_size, "resolution": self.resolution}
-        return load(self.dataset, data_dir=data_dir, **sizes)
+        size, train_size = self.validation_size, self.train_size
+        return load(
+            self.dataset, data_dir=data_dir, validation_size=size, train_size=train_size, resolution=self.resolution
+        )
 
     def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
         """The data on a device, ready to draw minibatches from."""

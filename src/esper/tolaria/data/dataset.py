@@ -83,24 +83,22 @@ def _read_cifar10_jpeg(folder: Path) -> ImageArrays:
     return read_image_folder(source)
 
 
-class _ImageSource(NamedTuple):
-    files: tuple[RemoteFile, ...]
-    read: Callable[[Path], ImageArrays]
-    """From the folder of the set."""
-    validation_size: int = 2_000
-    """The default."""
-
-
-_IMAGE_SOURCES = {
-    "digits": _ImageSource((), lambda _: read_digits(), 400),
-    "mnist": _ImageSource(MNIST_FILES, lambda folder: read_idx_set(folder, MNIST_FILES, MNIST_CLASSES)),
-    "fashion_mnist": _ImageSource(
-        FASHION_MNIST_FILES, lambda folder: read_idx_set(folder, FASHION_MNIST_FILES, FASHION_MNIST_CLASSES)
-    ),
-    "cifar10": _ImageSource((CIFAR10_FILE,), lambda folder: read_cifar10(locate(CIFAR10_FILE, folder))),
-    "cifar10_jpeg": _ImageSource((), _read_cifar10_jpeg),
+# How each set of images is read from its folder.
+_IMAGE_READERS: dict[str, Callable[[Path], ImageArrays]] = {
+    "digits": lambda _: read_digits(),
+    "mnist": lambda folder: read_idx_set(folder, MNIST_FILES, MNIST_CLASSES),
+    "fashion_mnist": lambda folder: read_idx_set(folder, FASHION_MNIST_FILES, FASHION_MNIST_CLASSES),
+    "cifar10": lambda folder: read_cifar10(locate(CIFAR10_FILE, folder)),
+    "cifar10_jpeg": _read_cifar10_jpeg,
 }
-DATASET_NAMES = (*_IMAGE_SOURCES, "tinyshakespeare")
+_FILES: dict[str, tuple[RemoteFile, ...]] = {
+    "digits": (),
+    "mnist": MNIST_FILES,
+    "fashion_mnist": FASHION_MNIST_FILES,
+    "cifar10": (CIFAR10_FILE,),
+    "tinyshakespeare": (TINYSHAKESPEARE_FILE,),
+}
+DATASET_NAMES = (*_IMAGE_READERS, "tinyshakespeare")
 
 
 def is_present(name: str, data_dir: Path | str | None = None) -> bool:
@@ -108,36 +106,31 @@ def is_present(name: str, data_dir: Path | str | None = None) -> bool:
     name, directory = _resolve(name, data_dir)
     if name == "cifar10_jpeg":
         return find_image_folder(directory / name, JPEG_STEM) is not None
-    files = _IMAGE_SOURCES[name].files if name in _IMAGE_SOURCES else (TINYSHAKESPEARE_FILE,)
-    return all((directory / name / file.name).is_file() for file in files)
+    return all((directory / name / file.name).is_file() for file in _FILES[name])
 
 
 def load(
     name: str,
     *,
     data_dir: Path | str | None = None,
-    validation_size: int | None = None,
+    validation_size: int,
     train_size: int | None = None,
     resolution: int | None = None,
 ) -> ImageData | TextData:
     """Load a set by name, fetching missing files. Loaded sets are cached for the life of the process.
 
-    Sizes count images or characters. By default validation takes 400 digits, 2,000 images or 100,000 characters, and
-    training takes the rest. `resolution` averages square images down to that height. The validation set does not depend
-    on `train_size` or `resolution`.
+    Sizes count images or characters; by default training takes what validation leaves. `resolution` averages square
+    images down to that height. The validation set does not depend on `train_size` or `resolution`.
     """
     for field, size in (("validation_size", validation_size), ("train_size", train_size)):
         if size is not None and size < 1:
             raise BadValueError(f"{field} must be at least 1, not {size}")
     name, directory = _resolve(name, data_dir)
-    if name in _IMAGE_SOURCES:
-        size = _IMAGE_SOURCES[name].validation_size if validation_size is None else validation_size
-        return _load_images(name, directory / name, size, train_size, resolution)
+    if name in _IMAGE_READERS:
+        return _load_images(name, directory / name, validation_size, train_size, resolution)
     if resolution is not None:
         raise BadValueError(f"{name} is text and has no resolution; omit {resolution}")
-    return _load_text(
-        name, directory / name, TEST_CHARACTERS if validation_size is None else validation_size, train_size
-    )
+    return _load_text(name, directory / name, validation_size, train_size)
 
 
 def _resolve(name: str, data_dir: Path | str | None) -> tuple[str, Path]:
@@ -162,7 +155,7 @@ def _check_sizes(name: str, available: int, validation_size: int, train_size: in
 def _load_images(
     name: str, folder: Path, validation_size: int, train_size: int | None, resolution: int | None
 ) -> ImageData:
-    arrays = _IMAGE_SOURCES[name].read(folder)
+    arrays = _IMAGE_READERS[name](folder)
     available = len(arrays.train.labels)
     _check_sizes(name, available, validation_size, train_size)
     # Validation first and alone, so that it does not depend on the size of the training part.
@@ -177,10 +170,9 @@ def _load_images(
 
 
 def _image_part(samples: LabelledImages, indices: NDArray[np.int64], resolution: int | None) -> ImagePart:
-    images, labels = samples.take(indices)
-    if resolution is not None:
-        images = average_pool(images, resolution)
-    return ImagePart(torch.from_numpy(images), torch.from_numpy(labels))
+    images = samples.images[indices]
+    pooled = images if resolution is None else average_pool(images, resolution)
+    return ImagePart(torch.from_numpy(pooled), torch.from_numpy(samples.labels[indices]))
 
 
 @lru_cache(maxsize=LOADED_SETS)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
 from esper.leyline.progress import progress_bar
+from esper.storage.files import replace_file
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, check_image_arrays
-from esper.tolaria.data.directory import SUFFIXES, archive_files, atomic_file, checksum, prepare_folder, user_cache
+from esper.tolaria.data.directory import SUFFIXES, archive_files, checksum, prepare_folder, user_cache
 
 PARTS = ("train", "test")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -144,9 +145,9 @@ def _write_cache(arrays: ImageArrays, paths: Sequence[Path]) -> None:
     content = {"classes": np.array(arrays.classes)}
     for part, (images, labels) in zip(PARTS, arrays[:2], strict=True):
         content |= {f"{part}_images": images, f"{part}_labels": labels}
+    file = BytesIO()
+    np.savez(file, **content)  # type: ignore[arg-type]  # its keywords are arrays, or one flag
     for path in paths:
         with suppress(OSError):  # a full disk, say: the pixels are decoded anyway
             if prepare_folder(path.parent):
-                with atomic_file(path) as file:
-                    np.savez(file, **content)  # type: ignore[arg-type]  # its keywords are arrays, or one flag
-                return
+                return replace_file(path, file.getvalue())

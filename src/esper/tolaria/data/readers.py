@@ -114,16 +114,13 @@ def read_text(path: Path) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
 
 
 def read_digits() -> ImageArrays:
-    """The digits as images (N, 1, 8, 8), values 0..16 scaled to 0..255; 1,400 for training, 397 for the test.
-
-    scikit-learn has one set; `stratified_split` draws the test part from it.
-    """
+    """The digits of scikit-learn, one set split here: (N, 1, 8, 8), values 0..16 scaled to 0..255."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     values = np.asarray(bunch.images, np.float64)[:, np.newaxis]  # (N, 1, 8, 8)
     labels = np.asarray(bunch.target, np.int64)
-    everything = LabelledImages(np.rint(values * 255 / 16).astype(np.uint8), labels)
-    train, test = stratified_split(labels, (len(labels) - DIGITS_TEST_SIZE, DIGITS_TEST_SIZE))
-    classes = tuple(str(name) for name in bunch.target_names)
-    return check_image_arrays(ImageArrays(everything.take(train), everything.take(test), classes), "digits")
+    images = np.rint(values * 255 / 16).astype(np.uint8)
+    parts = stratified_split(labels, (len(labels) - DIGITS_TEST_SIZE, DIGITS_TEST_SIZE))
+    train, test = (LabelledImages(images[part], labels[part]) for part in parts)
+    return ImageArrays(train, test, tuple(map(str, bunch.target_names)))
