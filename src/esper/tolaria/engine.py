@@ -8,7 +8,7 @@ from torch import nn
 
 from esper.kasmina import Comparison, GrowingOptimizer, Host, LifecycleConfig, MorphogeneticModel
 from esper.kasmina.slot import Isolation
-from esper.leyline import HostSignals, SeedStage, StageChange, derive_seed
+from esper.leyline import SeedStage, StageChange, derive_seed
 from esper.tolaria.batches import Batches
 from esper.tolaria.tasks import OptimiserConfig, Task
 
@@ -93,20 +93,6 @@ class HostTrainer:
         comparison = self.validate()
         self.tick()
         return comparison
-
-    def signals(self, comparison: Comparison) -> HostSignals:
-        """What a controller sees after this step."""
-        return HostSignals(
-            step=self.step_index,
-            total_steps=self.task.steps,
-            train_loss=self.train_loss,
-            validation_loss=comparison.main.loss,
-            validation_accuracy=comparison.main.accuracy,
-            deployed_accuracy=comparison.deployed.accuracy,
-            host_parameters=self.model.host_parameter_count,
-            grown_parameters=self.model.grown_parameter_count,
-            seeds=self.model.reports(),
-        )
 
     def _set_rates(self, index: int) -> None:
         """Host and seeds follow one schedule; a seed's first step of training is a linear warm-up."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.compare import PairedDifference, RowScore, paired_accuracy, paired_loss
+from esper.kasmina.compare import PairedDifference, RowScore, paired_difference
 from esper.kasmina.layers import Scale
 from esper.leyline import SeedStage, SlotSpec, derive_seed
 from esper.tolaria.batches import Samples
@@ -61,12 +61,10 @@ def _compare_seed(fleet: "HostFleet", comparison: FleetComparison, env: int, slo
     """Compare a seed's row with its env's main row, and record the difference in its state."""
     state, main = fleet.states[env][slot_id], comparison.main[env]
     if state.stage is SeedStage.TRAINING:
-        audition = PairedDifference(paired_accuracy(row, main), paired_loss(row, main))
-        comparison.auditions[env, slot_id] = audition
+        audition = comparison.auditions[env, slot_id] = paired_difference(row, main)
         fleet.states[env][slot_id] = lifecycle.record_audition(state, audition.accuracy)
     else:
-        contribution = PairedDifference(paired_accuracy(main, row), paired_loss(main, row))
-        comparison.contributions[env, slot_id] = contribution
+        contribution = comparison.contributions[env, slot_id] = paired_difference(main, row)
         fleet.states[env][slot_id] = lifecycle.record_contribution(state, contribution.accuracy)
 
 

@@ -112,22 +112,23 @@ def make_plan(fleet: "HostFleet") -> PassPlan:
 
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     row_of = {env: env for env in range(len(everyone))}
-    main_entries = _entries(fleet, row_of, [])
+    main_entries = _entries(fleet, row_of)
     main_acts = _acts(fleet, main_entries, lambda _, count: bucket(count))
     main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
     if fleet.isolation == "straight_through":
         acts = _acts(fleet, main_entries, bank_size("acts"))
-        for place, group in _acts(fleet, _training_entries(fleet), bank_size("training")).items():
+        training = _entries(fleet, row_of, (), (SeedStage.TRAINING,))
+        full = {key: [entry._replace(full=True) for entry in entries] for key, entries in training.items()}
+        for place, group in _acts(fleet, full, bank_size("training")).items():
             acts.setdefault(place, []).extend(act._replace(silent=True) for act in group)
         return PassPlan(main, None, acts)
-    training = [extra for extra in find_extras(fleet) if not extra.silent]
-    if not training:
+    shadows = [extra for extra in _extras(fleet) if not extra.silent]
+    if not shadows:
         return PassPlan(main, None, _acts(fleet, main_entries, bank_size("acts")))
-    births, padded = _births(fleet, training, row_of, lambda place, count: fleet.group_size(("born", place), count))
+    births, padded = _births(fleet, shadows, row_of, lambda place, count: fleet.group_size(("born", place), count))
     valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
     shadow = Rows(torch.cat([birth.parents for birth in births]), births, valid=valid)
-    entries = _entries(fleet, row_of, _numbered(padded, len(everyone)))
-    return PassPlan(main, shadow, _acts(fleet, entries, bank_size("acts")))
+    return PassPlan(main, shadow, _acts(fleet, _entries(fleet, row_of, padded), bank_size("acts")))
 
 
 def _births(
@@ -147,29 +148,24 @@ def _births(
     return tuple(births), padded
 
 
-def _numbered(padded: Sequence[Extra | None], start: int) -> list[tuple[int, Extra]]:
-    """Extra rows with their numbers, without padding."""
-    return [(row, extra) for row, extra in enumerate(padded, start) if extra is not None]
-
-
 def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
     """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one. Also returns the
     (env, slot) that each of those rows is about, by its number."""
     row_of = {env: row for row, env in enumerate(envs)}
-    extras = [extra for extra in find_extras(fleet) if extra.env in row_of]
+    extras = [extra for extra in _extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
     births, padded = _births(fleet, extras, row_of, lambda _, count: bucket(count) if on_cuda else count)
-    numbered = _numbered(padded, len(envs))
     start = Birth(START, torch.arange(len(envs), device=fleet.device))
     env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
-    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, numbered), _eval_size))
+    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, padded), _eval_size))
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
-    return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
+    return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in enumerate(padded, len(envs)) if extra}
 
 
 def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[SeedStage] = ACTIVE_STAGES) -> Rows:
     """Main rows of these envs alone, with their seeds of these stages."""
-    acts = _acts(fleet, _entries(fleet, {env: row for row, env in enumerate(envs)}, [], stages), _eval_size)
+    row_of = {env: row for row, env in enumerate(envs)}
+    acts = _acts(fleet, _entries(fleet, row_of, stages=stages), _eval_size)
     return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
 
 
@@ -181,7 +177,7 @@ def _eval_size(bank: Bank, count: int) -> int:
     return count + 1 if count else 0
 
 
-def find_extras(fleet: "HostFleet") -> list[Extra]:
+def _extras(fleet: "HostFleet") -> list[Extra]:
     """The rows that can be compared with main rows: every seed that trains or acts, by env and slot."""
     return [
         Extra(env, fleet.places[slot_id], silent=state.stage in ACTIVE_STAGES)
@@ -192,10 +188,10 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
 def _entries(
     fleet: "HostFleet",
     row_of: Mapping[int, int],
-    extras: Sequence[tuple[int, Extra]],
+    extras: Sequence[Extra | None] = (),
     stages: Container[SeedStage] = ACTIVE_STAGES,
 ) -> Entries:
-    """By bank, the main rows (by env) whose seeds are in these stages, then the numbered extra rows.
+    """By bank, the main rows (by env) whose seeds are in these stages, then the extra rows, numbered after them.
 
     The latter are those about a TRAINING seed of the bank, and those that pass an acting one after their own slot.
     """
@@ -204,22 +200,13 @@ def _entries(
         for slot_id, state in fleet.states[env].items() if env < fleet.n else ():
             if state.stage in stages:
                 entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(row, env))
-    for row, extra in extras:
-        for slot_id, state in fleet.states[extra.env].items():
+    for row, extra in enumerate(extras, len(row_of)):
+        for slot_id, state in fleet.states[extra.env].items() if extra else ():
             key, place = (slot_id, str(state.blueprint)), fleet.places[slot_id]
             if place == extra.place and not extra.silent:
                 entries.setdefault(key, []).append(Entry(row, extra.env, full=True))
             elif place > extra.place and state.stage in ACTIVE_STAGES:
                 entries.setdefault(key, []).append(Entry(row, extra.env, learns=False))
-    return entries
-
-
-def _training_entries(fleet: "HostFleet") -> Entries:
-    """Straight through: TRAINING seeds on their main rows."""
-    entries: dict[tuple[str, str], list[Entry]] = {}
-    for env, slot_id, state in fleet.lifecycles.working():
-        if state.stage is SeedStage.TRAINING:
-            entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(env, env, full=True))
     return entries
 
 

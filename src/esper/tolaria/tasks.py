@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -117,7 +117,15 @@ class Task:
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = self.build_host()
         reset_parameters(host, derive_seed(seed, "host"))
-        _apply_defect(host, self.defect_of(seed), self.slot_ids[0])
+        defect = self.defect_of(seed)
+        if defect == "none":
+            return host
+        if not isinstance(host, CNNHost):
+            raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
+        host.blind()
+        if defect == "blind_first_slot_cut":
+            # What grows in the first slot (and before its pool) does not reach the rest of the network.
+            host.conductance[: host.slot_index(self.slot_ids[0]) + 1] = 0
         return host
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
@@ -138,17 +146,6 @@ class Task:
         block = self.slot_config.slots[0].resolution
         assert block is not None, "hosts of text state their block as the resolution of their slots"
         return TextBatches(data, self.batch, block, device=device)
-
-
-def _apply_defect(host: Host, defect: Defect, first_slot: str) -> None:
-    if defect == "none":
-        return
-    if not isinstance(host, CNNHost):
-        raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
-    host.blind()
-    if defect == "blind_first_slot_cut":
-        # What grows in the first slot (and before its pool) does not reach the rest of the network.
-        host.conductance[: host.slot_index(first_slot) + 1] = 0
 
 
 class TaskRegistry:
@@ -264,6 +261,7 @@ for _task in (
 
 
 GAINS_FILE = Path(__file__).parent / "task_gains.json"
+GAIN_KEYS = ("slot", "blueprint", "parameters", "gain", "deviation")
 
 
 class Gain(NamedTuple):
@@ -289,17 +287,12 @@ class HostGains(NamedTuple):
         return max((gain for gain in self.gains if gain.slot_id == slot_id), key=lambda gain: gain.points)
 
 
-@lru_cache(maxsize=1)
-def _published() -> dict[str, tuple[HostGains, ...]]:
-    def host_gains(defect: str, figures: dict[str, Any]) -> HostGains:  # Any: parsed JSON
-        keys = ("slot", "blueprint", "parameters", "gain", "deviation")
-        gains = tuple(Gain(*(cell[key] for key in keys)) for cell in figures["cells"])
-        return HostGains(defect, figures["host_accuracy"], figures["repeats"], gains)
-
-    tasks = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
-    return {name: tuple(host_gains(*item) for item in task["hosts"].items()) for name, task in tasks.items()}
-
-
+@cache
 def published_gains(task: str) -> tuple[HostGains, ...]:
     """The measured gains of a task, one entry per defect; empty if it was not measured."""
-    return _published().get(task, ())
+    tasks = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
+    by_defect = []
+    for defect, figures in tasks.get(task, {"hosts": {}})["hosts"].items():
+        gains = tuple(Gain(*(cell[key] for key in GAIN_KEYS)) for cell in figures["cells"])
+        by_defect.append(HostGains(defect, figures["host_accuracy"], figures["repeats"], gains))
+    return tuple(by_defect)
