@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from esper.kasmina import Comparison, GrowingOptimizer, Host, LifecycleConfig, MorphogeneticModel
+from esper.kasmina import Comparison, GrowingOptimizer, Host, LifecycleConfig
 from esper.kasmina.slot import Isolation
 from esper.leyline import SeedStage, StageChange, derive_seed
 from esper.tolaria.batches import Batches
@@ -45,17 +45,9 @@ class HostTrainer:
     ) -> None:
         self.task, self.batches, self.rng_seed = task, batches, rng_seed
         host = (task.make_host(rng_seed) if host is None else host).to(device)
-        self.model = MorphogeneticModel(
-            host,
-            task.slot_ids,
-            isolation=isolation,
-            config=config,
-            budget=task.parameter_budget,
-            rng_seed=derive_seed(rng_seed, "seeds"),
-        )
-        self.optimizer = GrowingOptimizer(
-            self.model, make_optimizer(task.optimiser), clip_norm=task.optimiser.clip_norm
-        )
+        self.model = task.make_model(host, rng_seed, isolation, config)
+        build = make_optimizer(task.optimiser)
+        self.optimizer = GrowingOptimizer(self.model, build, clip_norm=task.optimiser.clip_norm)
         self.step_index = 0
         self.train_loss = float("nan")
         self._order_seed = derive_seed(rng_seed, "data")

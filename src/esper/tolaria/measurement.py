@@ -71,14 +71,11 @@ def _compare_seed(fleet: "HostFleet", comparison: FleetComparison, env: int, slo
 class Sensing(NamedTuple):
     """The result of a probe, per env and slot (N, S)."""
 
-    rms: Tensor
-    """Root mean square of the activation."""
-    rank: Tensor
-    """Effective rank of its channels: (Σλ)²/Σλ² of their covariance, divided by their number."""
-    gradient: Tensor
-    """Norm of the loss gradient there, relative to the sum over slots."""
+    rms: Tensor  # root mean square of the activation
+    rank: Tensor  # effective rank of its channels: (Σλ)²/Σλ² of their covariance, divided by their number
+    gradient: Tensor  # norm of the loss gradient there, relative to the sum over slots
+    # (N, S, B): first-order worth of each blueprint, relative to the largest of the env; 0 where it does not fit.
     offers: Tensor
-    """(N, S, B): first-order worth of each blueprint, relative to the largest of the env; 0 where it does not fit."""
 
 
 class Prober:
@@ -117,9 +114,9 @@ class Prober:
         with torch.no_grad():
             rms, rank = (torch.stack(columns, 1) for columns in zip(*map(_shape_of, streams), strict=True))
             norms = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients], 1)
+            gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
             worths = [self._worths(*slot) for slot in zip(fleet.slots, streams, gradients, strict=True)]
             offers = torch.stack(worths, 1)
-            gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
             offers = offers / offers.flatten(1).amax(1).clamp(min=TINY)[:, None, None]
             return Sensing(*(column[: fleet.n] for column in (rms, rank, gradient, offers)))
 

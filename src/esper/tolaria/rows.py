@@ -13,12 +13,11 @@ from esper.tolaria.banks import Bank, bucket
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
-START = -1
-"""The place before the first segment. Other places are the index of the segment before them."""
+START = -1  # the place before the first segment; other places are the index of the segment before them
 
+# The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
+# carries a dead second row.
 LEAST_ROWS = 2
-"""The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
-carries a dead second row."""
 
 
 class Birth(NamedTuple):
@@ -35,27 +34,21 @@ class Act(NamedTuple):
     rows: Tensor
     members: Tensor
     strength: Tensor
-    valid: Tensor
-    """Others are padding."""
-    learns: Tensor
-    """Whether its seed gets gradient: not where another seed's row passes it, nor in padding."""
+    valid: Tensor  # others are padding
+    learns: Tensor  # whether its seed gets gradient: not where another seed's row passes it, nor in padding
+    # Straight through: the rows do not change. Members get the gradient as if they acted; nothing before them does.
     silent: bool = False
-    """Straight through: the rows do not change. Members get the gradient as if they acted, and nothing in front of them
-    does."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """The rows of a pass in order of birth."""
 
-    env: Tensor
-    """(R,): whose weights each row uses."""
+    env: Tensor  # (R,): whose weights each row uses
     births: tuple[Birth, ...]
     acts: dict[int, list[Act]] = field(default_factory=dict)
-    valid: Tensor | None = None
-    """(R,), None: all. Others are padding."""
-    whole_fleet: bool = False
-    """Row i is env i, and its weights get gradient; else weights are selected by `env` and detached."""
+    valid: Tensor | None = None  # (R,), None: all; others are padding
+    whole_fleet: bool = False  # row i is env i, and its weights get gradient; else they are selected and detached
 
     def __len__(self) -> int:
         return len(self.env)
@@ -64,13 +57,11 @@ class Rows:
 class PassPlan(NamedTuple):
     """A training minibatch: the main rows, and a shadow row for every seed that trains."""
 
-    main: Rows
-    """With the banks that act on them, for passes without shadows."""
-    shadow: Rows | None
-    """Without banks."""
+    main: Rows  # with the banks that act on them, for passes without shadows
+    shadow: Rows | None  # without banks
+    # By place, what banks do to the main rows and, numbered after them, to the shadow rows. There is one group per bank
+    # for both, as every group costs dozens of kernels.
     acts: dict[int, list[Act]]
-    """By place, what banks do to the main rows and, numbered after them, to the shadow rows. There is one group per
-    bank for both, as every group costs dozens of kernels."""
 
 
 class Extra(NamedTuple):
@@ -78,8 +69,7 @@ class Extra(NamedTuple):
 
     env: int
     place: int
-    silent: bool
-    """The seed there is silenced (ablation), instead of acting at full strength (shadow)."""
+    silent: bool  # the seed there is silenced (ablation), instead of acting at full strength (shadow)
 
 
 class Entry(NamedTuple):
@@ -87,15 +77,12 @@ class Entry(NamedTuple):
 
     row: int
     env: int
-    full: bool = False
-    """At full strength, instead of that of its alpha."""
+    full: bool = False  # at full strength, instead of that of its alpha
     learns: bool = True
 
 
-Entries = Mapping[tuple[str, str], list[Entry]]
-"""By bank."""
-Sizes = Callable[[Bank, int], int]
-"""The padded size of a bank's group, by the number of its entries."""
+Entries = Mapping[tuple[str, str], list[Entry]]  # by bank
+Sizes = Callable[[Bank, int], int]  # the padded size of a bank's group, by the number of its entries
 
 
 def indices(values: Sequence[int], device: torch.device) -> Tensor:
@@ -134,10 +121,8 @@ def make_plan(fleet: "HostFleet") -> PassPlan:
 def _births(
     fleet: "HostFleet", extras: Sequence[Extra], row_of: Mapping[int, int], size_of: Callable[[int, int], int]
 ) -> tuple[tuple[Birth, ...], list[Extra | None]]:
-    """The births of extra rows from the main rows of their envs, and the rows in order, None where they are padding.
-
-    `size_of(place, count)` is the padded number of births at a place.
-    """
+    """The births of extra rows from the main rows of their envs, padded to `size_of(place, count)`, and the rows in
+    order, None where they are padding."""
     births, padded = [], list[Extra | None]()
     for place in sorted(fleet.places.values()):
         born: list[Extra | None] = [extra for extra in extras if extra.place == place]
@@ -211,22 +196,17 @@ def _entries(
 
 
 def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, list[Act]]:
-    """By place, one act per bank that has entries, or whose group does not shrink."""
+    """By place, one act per bank that has entries, or whose group does not shrink. Padding is not valid."""
     acts: dict[int, list[Act]] = {}
     for key, bank in fleet.banks.items():
         own = entries.get(key, [])
         if size := size_of(bank, len(own)):
-            acts.setdefault(fleet.places[key[0]], []).append(_act(bank, own, size))
+            padded = own + [own[0] if own else Entry(0, 0)] * (size - len(own))
+            rows, members, full, learns = (
+                torch.tensor(column, device=bank.device) for column in zip(*padded, strict=True)
+            )
+            valid = torch.arange(size, device=bank.device) < len(own)
+            strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
+            act = Act(bank, rows, members, strength, valid, learns & valid)
+            acts.setdefault(fleet.places[key[0]], []).append(act)
     return acts
-
-
-def _act(bank: Bank, entries: list[Entry], size: int) -> Act:
-    """Entries, padded to a size by some that are not valid."""
-    padded = entries + [entries[0] if entries else Entry(0, 0)] * (size - len(entries))
-    rows, members = (indices(column, bank.device) for column in zip(*((e.row, e.env) for e in padded), strict=True))
-    full, learns, valid = torch.tensor(
-        [[e.full for e in padded], [e.learns for e in padded], [index < len(entries) for index in range(size)]],
-        device=bank.device,
-    )
-    strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
-    return Act(bank, rows, members, strength, valid, learns & valid)

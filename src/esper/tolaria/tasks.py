@@ -10,8 +10,9 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
-from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host
+from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host, LifecycleConfig, MorphogeneticModel
 from esper.kasmina.layers import reset_parameters
+from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError, derive_seed
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
 from esper.tolaria.data import ImageData, TextData, load
@@ -25,12 +26,10 @@ class OptimiserConfig:
     """The optimiser of hosts and seeds."""
 
     kind: OptimiserKind = "sgd"
-    rate: float = 0.05
-    """Constant, then linear to 10 % over the last third of the episode."""
+    rate: float = 0.05  # constant, then linear to 10 % over the last third of the episode
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    clip_norm: float = 1.0
-    """For the host and for each seed separately."""
+    clip_norm: float = 1.0  # for the host and for each seed separately
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OptimiserKind):
@@ -52,23 +51,18 @@ class Task:
     build_host: Callable[[], Host]
     classes: int
     slot_ids: tuple[str, ...]
-    steps: int
-    """T: decisions in an episode."""
+    steps: int  # T: decisions in an episode
     batches_per_step: int
     batch: int
     validation_size: int
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    resolution: int | None = None
-    """Side to which images are averaged down; None: original size."""
+    resolution: int | None = None  # side to which images are averaged down; None: original size
     train_size: int | None = None
-    shift: int = 0
-    """Augmentation: pixels by which training images may move."""
+    shift: int = 0  # augmentation: pixels by which training images may move
     flip: bool = False
     calibration_size: int = 512
-    defects: tuple[Defect, ...] = ("none",)
-    """Possible defects of a host; each host draws one."""
-    budget: int | None = None
-    """Parameters that may be grown; None: four times the host."""
+    defects: tuple[Defect, ...] = ("none",)  # possible ones; each host draws its own
+    budget: int | None = None  # parameters that may be grown; None: four times the host
 
     def __post_init__(self) -> None:
         for name in ("classes", "steps", "batches_per_step", "batch", "validation_size", "calibration_size"):
@@ -127,6 +121,15 @@ class Task:
             # What grows in the first slot (and before its pool) does not reach the rest of the network.
             host.conductance[: host.slot_index(self.slot_ids[0]) + 1] = 0
         return host
+
+    def make_model(
+        self, host: Host, seed: int, isolation: Isolation, config: LifecycleConfig | None
+    ) -> MorphogeneticModel:
+        """A model that grows this host; its seeds are a pure function of `seed`."""
+        rng_seed, budget = derive_seed(seed, "seeds"), self.parameter_budget
+        return MorphogeneticModel(
+            host, self.slot_ids, isolation=isolation, config=config, budget=budget, rng_seed=rng_seed
+        )
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
         """The data set, loaded once and shared between callers."""

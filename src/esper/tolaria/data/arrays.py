@@ -67,8 +67,7 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(mean.tolist()), tuple(deviation.tolist())
 
 
-SPLIT_SEED = 20240229
-"""The seed of every split: the validation set does not depend on the seed of a run."""
+SPLIT_SEED = 20240229  # of every split: the validation set does not depend on the seed of a run
 
 
 def stratified_split(

@@ -48,15 +48,12 @@ class ImagePart(NamedTuple):
 class ImageData:
     """A set of images. Its tensors are shared between callers: copy before changing."""
 
-    name: str
-    """The set that was read; `cifar10_jpeg` if that copy replaces `cifar10`."""
+    name: str  # of the set that was read; `cifar10_jpeg` if that copy replaces `cifar10`
     train: ImagePart
     validation: ImagePart
     test: ImagePart
-    classes: tuple[str, ...]
-    """Names in the order of the labels."""
-    mean: tuple[float, ...]
-    """Of each channel over the training part, for pixels scaled to 0..1."""
+    classes: tuple[str, ...]  # in the order of the labels
+    mean: tuple[float, ...]  # of each channel over the training part, for pixels scaled to 0..1
     std: tuple[float, ...]
 
 
@@ -68,8 +65,7 @@ class TextData:
     train: Tensor
     validation: Tensor
     test: Tensor
-    vocabulary: tuple[str, ...]
-    """The characters that the ids index, sorted."""
+    vocabulary: tuple[str, ...]  # the characters that the ids index, sorted
 
 
 def _read_cifar10_jpeg(folder: Path) -> ImageArrays:

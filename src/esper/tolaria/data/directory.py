@@ -177,8 +177,8 @@ def archive_files(path: Path, wanted: Callable[[str], bool], *, max_bytes: int) 
         raise DataError(f"{path} is truncated or damaged: {error or type(error).__name__}") from error
 
 
+# Name, size in bytes, and how to read the content; None for what is no file.
 Member = tuple[str, int, Callable[[], bytes | None]]
-"""Name, size in bytes, and how to read the content; None for what is no file."""
 
 
 def _tar_files(path: Path) -> Iterator[Member]:

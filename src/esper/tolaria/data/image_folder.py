@@ -108,9 +108,7 @@ def _decode(entries: Mapping[str, Path | bytes], source: Path) -> ImageArrays:
     return ImageArrays(parts[0], parts[1], tuple(classes))
 
 
-def _decode_image(
-    content: Path | bytes, where: str, shape: tuple[int, int, int] | None
-) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+def _decode_image(content: Path | bytes, where: str, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
     """Pixels (C, H, W) of one image, which must have `shape` if that is known."""
     from PIL import Image
 

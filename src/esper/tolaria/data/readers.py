@@ -3,7 +3,6 @@
 import math
 import zlib
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,26 +54,22 @@ def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
     """The values of an idx file of bytes with exactly that number of dimensions, gzipped or not; read-only."""
     try:
         with open_unpacked(path) as file:
-            return _parse_idx(file, path, dimensions)
+            expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), file.read(4)
+            if magic != expected:
+                raise DataError(
+                    f"{path}: expected an idx file of bytes with {dimensions} dimension(s), "
+                    f"magic {expected.hex()}; found {magic.hex() or 'nothing'}"
+                )
+            header = file.read(4 * dimensions)
+            if len(header) != 4 * dimensions:
+                raise DataError(f"{path}: expected {4 * dimensions} bytes of dimensions; found {len(header)}")
+            shape = tuple(int(size) for size in np.frombuffer(header, ">u4"))
+            size = math.prod(shape)
+            if size > MAX_BYTES:
+                raise DataError(f"{path}: expected at most {MAX_BYTES} values; the header announces {shape}")
+            values = file.read(size + 1)  # one more, to see the end: there gzip checks its CRC
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} is truncated or damaged: {error}") from error
-
-
-def _parse_idx(file: IO[bytes], path: Path, dimensions: int) -> NDArray[np.uint8]:
-    expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), file.read(4)
-    if magic != expected:
-        raise DataError(
-            f"{path}: expected an idx file of bytes with {dimensions} dimension(s), "
-            f"magic {expected.hex()}; found {magic.hex() or 'nothing'}"
-        )
-    header = file.read(4 * dimensions)
-    if len(header) != 4 * dimensions:
-        raise DataError(f"{path}: expected {4 * dimensions} bytes of dimensions; found {len(header)}")
-    shape = tuple(int(size) for size in np.frombuffer(header, ">u4"))
-    size = math.prod(shape)
-    if size > MAX_BYTES:
-        raise DataError(f"{path}: expected at most {MAX_BYTES} values; the header announces {shape}")
-    values = file.read(size + 1)  # one more, to see the end: there gzip checks its CRC
     if len(values) != size:
         raise DataError(f"{path}: expected {size} values for {shape}; found {'more' if values[size:] else len(values)}")
     return np.frombuffer(values, np.uint8).reshape(shape)
