@@ -7,6 +7,7 @@ is not finite, keeps its weights and its state.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,12 +95,12 @@ class _TakeMembers(torch.autograd.Function):
 
 
 class MemberWeights(StackedWeights):
-    """Stacked weights of which a pass uses some members."""
+    """Stacked weights of which a pass uses some members. Gradients gather in `whole`, not in the leaves."""
 
-    def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(members, shapes, device, dtype)
-        self.leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
-        self.whole = self.matrix.detach().requires_grad_()  # the matrix, where gradients gather
+    @cached_property
+    def whole(self) -> Tensor:
+        """The matrix as a leaf."""
+        return self.matrix.detach().requires_grad_()
 
     def take(self, members: Tensor, learns: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """By name (E, …). Gradients flow back to members that learn: `learns` (E,)."""
@@ -127,9 +128,7 @@ class StackedOptimizer:
     @torch.no_grad()
     def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors.
-
-        Returns per member the gradient's norm before clipping, and the update's norm relative to that of the weights.
-        """
+        Returns per member the gradient's norm before clipping, and the update's norm relative to that of weights."""
         gradient = self.weights.gradient()
         if used is not None:
             gradient = gradient.where(used, 0.0)
@@ -203,10 +202,8 @@ class Bank:
         self._settled = None
 
     def settle(self, slots: Sequence[SeedState], conductance: Tensor) -> None:
-        """Set the tensors that follow from the states of its slot by env, in place.
-
-        `conductance` (envs,) is how much of the slot's effect each host lets through.
-        """
+        """Set the tensors that follow from the states of its slot by env, and from `conductance` (envs,): how much of
+        the slot's effect each host lets through."""
         states = [state if state.blueprint == self.blueprint else None for state in slots]
         states += [None] * (len(self.weights) - len(slots))
         # States are immutable, so the same objects mean the same tensors: an edit settles the banks of one slot only.

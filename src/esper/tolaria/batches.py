@@ -20,10 +20,7 @@ MASK = 0xFFFFFFFF
 
 
 def counter_hash(*keys: int | Tensor) -> Tensor:
-    """A number in [0, 2³²) per element of the broadcast keys (int64). Mixes in each key with the murmur3 finaliser.
-
-    Its remainder by a limit is as good as uniform: the bias is below limit / 2³².
-    """
+    """A number in [0, 2³²) per element of the broadcast keys (int64). Mixes in each key with the murmur3 finaliser."""
     value = torch.zeros((), dtype=torch.int64)
     for key in keys:
         part = torch.as_tensor(key, dtype=torch.int64)
@@ -64,9 +61,7 @@ class Samples(NamedTuple):
 class ImageBatches:
     """Images stay uint8 on the device; a minibatch is gathered, shifted, flipped and normalised there."""
 
-    def __init__(
-        self, data: ImageData, batch: int, *, shift: int = 0, flip: bool = False, device: torch.device
-    ) -> None:
+    def __init__(self, data: ImageData, batch: int, device: torch.device, shift: int = 0, flip: bool = False) -> None:
         count = len(data.train.labels)
         if count < batch:
             raise DataError(f"{data.name} has {count} training images, fewer than a batch of {batch}")
@@ -140,7 +135,7 @@ class ImageBatches:
 
     def _draw(self, limit: int, seeds: Tensor, index: int, purpose: Purpose) -> Tensor:
         samples = torch.arange(self.batch, device=self.images.device)
-        return counter_hash(seeds[:, None], index, purpose, samples) % limit
+        return counter_hash(seeds[:, None], index, purpose, samples) % limit  # biased by less than limit / 2³²
 
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
         """(G, training images), cached until the seeds or the epoch change."""

@@ -141,10 +141,8 @@ class HostFleet:
             progress = (self.step_index + index / per_step) / self.task.steps
             rate = self.task.optimiser.rate * rate_factor(progress)
             total += self.train_minibatch(samples, rate, (index + 1) / per_step)
-        # Host syncs: once per step.
-        norms = {key: tensor.tolist() for key, tensor in self.norms.items()}
-        for env, slot_id, state in self.lifecycles.working():
-            self.states[env][slot_id] = lifecycle.record_gradient(state, norms[slot_id, str(state.blueprint)][env])
+        self._record_gradients()
+        # Host sync: once per step.
         self.losses = (total / per_step)[: self.n].cpu()
         return self.losses
 
@@ -202,6 +200,12 @@ class HostFleet:
                 finite = per_member(value.flatten(1).isfinite().all(1), value)
                 buffer.copy_(buffer.lerp(value, BATCH_NORM_MOMENTUM).where(finite, buffer))
 
+    def _record_gradients(self) -> None:
+        # Host sync: once per step.
+        norms = {key: tensor.tolist() for key, tensor in self.norms.items()}
+        for env, slot_id, state in self.lifecycles.working():
+            self.states[env][slot_id] = lifecycle.record_gradient(state, norms[slot_id, str(state.blueprint)][env])
+
     # -- measuring ----------------------------------------------------------------------------------------------------
 
     def validate(self, *, deployed: bool = True) -> FleetComparison:
@@ -247,11 +251,8 @@ class HostFleet:
         return self._plan
 
     def group_size(self, group: tuple[object, ...], count: int) -> int:
-        """The padded size of a group of `count` rows or members.
-
-        Where graphs are replayed a group never shrinks: after some episodes all structures have been met, and padding
-        costs less than a new graph.
-        """
+        """The padded size of a group of `count` rows or members. Where graphs are replayed a group never shrinks: after
+        some episodes all structures have been met, and padding costs less than a new graph."""
         size = bucket(count)
         if self.graphs is not None:
             size = self._sizes[group] = max(size, self._sizes.get(group, 0))

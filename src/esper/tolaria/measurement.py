@@ -31,10 +31,8 @@ class FleetComparison(NamedTuple):
 
 
 def measure(fleet: "HostFleet", memory: ValidationMemory, *, deployed: bool = True) -> FleetComparison:
-    """Audition every TRAINING seed and silence every acting one; records the results in their states.
-
-    Without `deployed` it omits the pass with running statistics, which only a report needs.
-    """
+    """Audition every TRAINING seed and silence every acting one; records the results in their states. Without
+    `deployed` it omits the pass with running statistics, which only a report needs."""
     samples, calibration = memory.samples, memory.calibration
     comparison = FleetComparison([], [], {}, {})
     for envs, chunk in memory.divide(range(len(fleet.host.weights)), fleet.validation_bytes):
@@ -124,15 +122,12 @@ class Prober:
         """(R, B): |∂L/∂scale| of every blueprint in one slot."""
         flat, conductance = h.flatten(0, 1), self.fleet.host.buffers["conductance"][:, self.fleet.places[slot_id]]
         axes = (1, 3, 4) if h.dim() == 5 else tuple(range(1, h.dim() - 1))
-        worths = []
-        for name in self.names:
-            newborn = self._newborns.get((slot_id, name))
-            if newborn is None:
-                worths.append(torch.zeros(len(h), device=h.device))
-                continue
-            product = (newborn(flat).view(h.shape) * g).float()
-            worths.append(product.sum(axes).norm(dim=1) * conductance.float())
-        return torch.stack(worths, 1)
+        worths = torch.zeros(len(h), len(self.names), device=h.device)
+        for index, name in enumerate(self.names):
+            if (slot_id, name) in self._newborns:
+                product = (self._newborns[slot_id, name](flat).view(h.shape) * g).float()
+                worths[:, index] = product.sum(axes).norm(dim=1) * conductance.float()
+        return worths
 
 
 def _shape_of(h: Tensor) -> tuple[Tensor, Tensor]:

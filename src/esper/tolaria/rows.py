@@ -91,8 +91,7 @@ def indices(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def make_plan(fleet: "HostFleet") -> PassPlan:
-    """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed: then
-    its group stays as large as it was, so that structures recur."""
+    """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed."""
 
     def bank_size(kind: str) -> Sizes:
         return lambda bank, count: fleet.group_size((kind, bank.slot.slot_id, bank.blueprint), count)
@@ -134,8 +133,8 @@ def _births(
 
 
 def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
-    """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one. Also returns the
-    (env, slot) that each of those rows is about, by its number."""
+    """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one, with padding on
+    CUDA; and by their numbers the (env, slot) that the latter are about."""
     row_of = {env: row for row, env in enumerate(envs)}
     extras = [extra for extra in _extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
@@ -155,10 +154,9 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[See
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    """On CUDA a bucket. On the CPU one entry more: a member's last bits must not depend on whether it is alone, or in
-    the odd rest that vector kernels round differently."""
     if bank.device.type == "cuda":
         return bucket(count)
+    # A spare entry: a member's last bits must not depend on whether it is alone, or in the odd rest of a vector kernel.
     return count + 1 if count else 0
 
 
@@ -176,17 +174,16 @@ def _entries(
     extras: Sequence[Extra | None] = (),
     stages: Container[SeedStage] = ACTIVE_STAGES,
 ) -> Entries:
-    """By bank, the main rows (by env) whose seeds are in these stages, then the extra rows, numbered after them.
-
-    The latter are those about a TRAINING seed of the bank, and those that pass an acting one after their own slot.
-    """
+    """By bank, the main rows (by env) whose seeds are in these stages; then, numbered after them, the extra rows about
+    a TRAINING seed of the bank, and those that pass an acting one after their own slot."""
     entries: dict[tuple[str, str], list[Entry]] = {}
     for env, row in row_of.items():
         for slot_id, state in fleet.states[env].items() if env < fleet.n else ():
             if state.stage in stages:
                 entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(row, env))
-    for row, extra in enumerate(extras, len(row_of)):
-        for slot_id, state in fleet.states[extra.env].items() if extra else ():
+    numbered = [(row, extra) for row, extra in enumerate(extras, len(row_of)) if extra]
+    for row, extra in numbered:
+        for slot_id, state in fleet.states[extra.env].items():
             key, place = (slot_id, str(state.blueprint)), fleet.places[slot_id]
             if place == extra.place and not extra.silent:
                 entries.setdefault(key, []).append(Entry(row, extra.env, full=True))

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.errors import BadValueError, DataError, UnknownNameError
-from esper.tolaria.data import DATASET_NAMES, ImageData, dataset, is_present, load
+from esper.tolaria.data import DATASET_NAMES, ImageData, is_present, load, readers
 from esper.tolaria.data.arrays import (
     ImageArrays,
     LabelledImages,
@@ -125,7 +125,7 @@ def test_mnist_from_its_four_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         idx_file(folder, "t10k-images-idx3-ubyte.gz", images[40:]),
         idx_file(folder, "t10k-labels-idx1-ubyte.gz", labels[40:]),
     )
-    monkeypatch.setattr(dataset, "MNIST_FILES", files)
+    monkeypatch.setattr(readers, "MNIST_FILES", files)
     assert is_present("mnist", tmp_path)
     data = load_images("mnist", tmp_path, validation_size=10, resolution=14)
     assert data.train.images.shape == (30, 1, 14, 14)

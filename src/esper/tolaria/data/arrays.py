@@ -73,10 +73,8 @@ SPLIT_SEED = 20240229  # of every split: the validation set does not depend on t
 def stratified_split(
     labels: NDArray[np.int64], sizes: tuple[int, ...], rng_seed: int = SPLIT_SEED
 ) -> tuple[NDArray[np.int64], ...]:
-    """Disjoint index arrays of exactly `sizes`, at most N in all, into `labels` (N,), with classes in proportion.
-
-    In each part every class has its proportional count rounded down or up. Each part is in random order.
-    """
+    """Disjoint index arrays of exactly `sizes`, at most N in all, into `labels` (N,). In each part every class has its
+    proportional count rounded down or up. Each part is in random order."""
     order = np.argsort(np.random.PCG64(rng_seed).random_raw(len(labels)), kind="stable")
     _, classes, class_counts = np.unique(labels[order], return_inverse=True, return_counts=True)
     counts = _allot(class_counts.tolist(), (*sizes, len(labels) - sum(sizes)))  # the last part is not returned

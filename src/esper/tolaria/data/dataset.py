@@ -17,20 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import BadValueError, DataError, UnknownNameError
+from esper.tolaria.data import readers
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, average_pool, channel_statistics, stratified_split
 from esper.tolaria.data.cifar import CIFAR10_FILE, read_cifar10
 from esper.tolaria.data.directory import RemoteFile, data_directory, locate
 from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
-from esper.tolaria.data.readers import (
-    FASHION_MNIST_CLASSES,
-    FASHION_MNIST_FILES,
-    MNIST_CLASSES,
-    MNIST_FILES,
-    TINYSHAKESPEARE_FILE,
-    read_digits,
-    read_idx_set,
-    read_text,
-)
 
 JPEG_STEM = "cifar10-jpeg"
 LOADED_SETS = 8  # cached per process; the largest has about 200 MB
@@ -81,18 +72,17 @@ def _read_cifar10_jpeg(folder: Path) -> ImageArrays:
 
 # How each set of images is read from its folder.
 _IMAGE_READERS: dict[str, Callable[[Path], ImageArrays]] = {
-    "digits": lambda _: read_digits(),
-    "mnist": lambda folder: read_idx_set(folder, MNIST_FILES, MNIST_CLASSES),
-    "fashion_mnist": lambda folder: read_idx_set(folder, FASHION_MNIST_FILES, FASHION_MNIST_CLASSES),
+    "digits": lambda _: readers.read_digits(),
+    "mnist": lambda folder: readers.read_idx_set(folder, readers.MNIST_FILES, readers.MNIST_CLASSES),
+    "fashion_mnist": lambda folder: readers.read_idx_set(folder, readers.FASHION_FILES, readers.FASHION_CLASSES),
     "cifar10": lambda folder: read_cifar10(locate(CIFAR10_FILE, folder)),
     "cifar10_jpeg": _read_cifar10_jpeg,
 }
 _FILES: dict[str, tuple[RemoteFile, ...]] = {
-    "digits": (),
-    "mnist": MNIST_FILES,
-    "fashion_mnist": FASHION_MNIST_FILES,
+    "mnist": readers.MNIST_FILES,
+    "fashion_mnist": readers.FASHION_FILES,
     "cifar10": (CIFAR10_FILE,),
-    "tinyshakespeare": (TINYSHAKESPEARE_FILE,),
+    "tinyshakespeare": (readers.TINYSHAKESPEARE_FILE,),
 }
 DATASET_NAMES = (*_IMAGE_READERS, "tinyshakespeare")
 
@@ -102,7 +92,7 @@ def is_present(name: str, data_dir: Path | str | None = None) -> bool:
     name, directory = _resolve(name, data_dir)
     if name == "cifar10_jpeg":
         return find_image_folder(directory / name, JPEG_STEM) is not None
-    return all((directory / name / file.name).is_file() for file in _FILES[name])
+    return all((directory / name / file.name).is_file() for file in _FILES.get(name, ()))
 
 
 def load(
@@ -173,7 +163,7 @@ def _image_part(samples: LabelledImages, indices: NDArray[np.int64], resolution:
 
 @lru_cache(maxsize=LOADED_SETS)
 def _load_text(name: str, folder: Path, validation_size: int, train_size: int | None) -> TextData:
-    ids, vocabulary = read_text(locate(TINYSHAKESPEARE_FILE, folder))
+    ids, vocabulary = readers.read_text(locate(readers.TINYSHAKESPEARE_FILE, folder))
     # Contiguous, as neighbouring characters say a lot about each other. The test text is always the same: otherwise
     # the validation text of one run would be the test text of another.
     available = len(ids) - TEST_CHARACTERS

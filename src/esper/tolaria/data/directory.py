@@ -149,11 +149,8 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def archive_files(path: Path, wanted: Callable[[str], bool], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every file in the archive whose name is `wanted`, in archive order.
-
-    Raises DataError for a truncated or damaged archive and for names that lead out of it. A wanted file must be no
-    link, occur once, and have at most `max_bytes`.
-    """
+    """Name and content of every file in the archive whose name is `wanted`, in archive order. Such a file must be no
+    link, occur once, and have at most `max_bytes`. Raises DataError for damage and for names that lead out of it."""
     read = _zip_files if path.name.endswith(".zip") else _tar_files
     seen: set[str] = set()
     try:

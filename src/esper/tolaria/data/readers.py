@@ -36,7 +36,7 @@ MNIST_FILES = (
     _remote("t10k-images-idx3-ubyte.gz", 1_648_877, "9fb629c4189551a2d022fa330f9573f3", _MNIST_MIRRORS),
     _remote("t10k-labels-idx1-ubyte.gz", 4_542, "ec29112dd5afa0611ce80d1b7f02629c", _MNIST_MIRRORS),
 )
-FASHION_MNIST_FILES = (
+FASHION_FILES = (
     _remote("train-images-idx3-ubyte.gz", 26_421_880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", _FASHION_MIRRORS),
     _remote("train-labels-idx1-ubyte.gz", 29_515, "25c81989df183df01b3e8a0aad5dffbe", _FASHION_MIRRORS),
     _remote("t10k-images-idx3-ubyte.gz", 4_422_102, "bef4ecab320f06d8554ea6380940ec79", _FASHION_MIRRORS),
@@ -44,7 +44,7 @@ FASHION_MNIST_FILES = (
 )
 
 MNIST_CLASSES = tuple("0123456789")
-FASHION_MNIST_CLASSES = (
+FASHION_CLASSES = (
     *["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag"],
     "Ankle boot",
 )
