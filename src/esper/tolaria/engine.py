@@ -45,7 +45,7 @@ class HostTrainer:
     ) -> None:
         self.task, self.batches, self.rng_seed = task, batches, rng_seed
         host = (task.make_host(rng_seed) if host is None else host).to(device)
-        self.model = task.make_model(host, rng_seed, isolation, config)
+        self.model = task.make_model(host, rng_seed, isolation, config or LifecycleConfig())
         build = make_optimizer(task.optimiser)
         self.optimizer = GrowingOptimizer(self.model, build, clip_norm=task.optimiser.clip_norm)
         self.step_index = 0

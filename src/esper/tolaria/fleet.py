@@ -260,8 +260,8 @@ class HostFleet:
         return size
 
     def _leave_headroom(self) -> None:
-        """Between episodes: room for two deviations more than the most that a group has had, so that the next episode
-        seldom meets a new structure. Counts of rare events vary by about their square root."""
+        # Room for two deviations more than the most that a group has had, so that the next episode seldom meets a new
+        # structure. Counts of rare events vary by about their square root.
         for group, most in self._most.items():
             self._sizes[group] = max(self._sizes[group], bucket(math.ceil(most + 2 * math.sqrt(most + 1))))
 

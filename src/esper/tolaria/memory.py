@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Callable[..., object],
-        types: object,
+        _: object,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:

@@ -122,9 +122,7 @@ class Task:
             host.conductance[: host.slot_index(self.slot_ids[0]) + 1] = 0
         return host
 
-    def make_model(
-        self, host: Host, seed: int, isolation: Isolation, config: LifecycleConfig | None
-    ) -> MorphogeneticModel:
+    def make_model(self, host: Host, seed: int, isolation: Isolation, config: LifecycleConfig) -> MorphogeneticModel:
         """A model that grows this host; its seeds are a pure function of `seed`."""
         rng_seed, budget = derive_seed(seed, "seeds"), self.parameter_budget
         return MorphogeneticModel(
@@ -133,10 +131,7 @@ class Task:
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
         """The data set, loaded once and shared between callers."""
-        size, train_size = self.validation_size, self.train_size
-        return load(
-            self.dataset, data_dir=data_dir, validation_size=size, train_size=train_size, resolution=self.resolution
-        )
+        return load(self.dataset, self.validation_size, self.train_size, self.resolution, data_dir)
 
     def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
         """The data on a device, ready to draw minibatches from."""

@@ -32,9 +32,7 @@ def check_image_arrays(arrays: ImageArrays, where: object) -> ImageArrays:
         if images.ndim != 4 or images.dtype != np.uint8 or not len(images):
             raise DataError(f"{where}: expected uint8 {part} images (N, C, H, W); got {images.dtype} {images.shape}")
         if labels.shape != images.shape[:1] or labels.dtype != np.int64:
-            raise DataError(
-                f"{where}: expected {len(images)} int64 {part} labels; got {labels.dtype} {tuple(labels.shape)}"
-            )
+            raise DataError(f"{where}: expected {len(images)} int64 {part} labels; got {labels.dtype} {labels.shape}")
         if labels.min() < 0 or labels.max() >= (count := len(arrays.classes)):
             raise DataError(f"{where}: expected {part} labels in 0..{count - 1}; got {labels.min()}..{labels.max()}")
     train, test = (part.images.shape[1:] for part in arrays[:2])

@@ -97,11 +97,10 @@ def is_present(name: str, data_dir: Path | str | None = None) -> bool:
 
 def load(
     name: str,
-    *,
-    data_dir: Path | str | None = None,
     validation_size: int,
     train_size: int | None = None,
     resolution: int | None = None,
+    data_dir: Path | str | None = None,
 ) -> ImageData | TextData:
     """Load a set by name, fetching missing files. Loaded sets are cached for the life of the process.
 

@@ -1,10 +1,6 @@
-"""The data directory: where the sets lie, how missing files are fetched, and how archives are read.
+"""The data directory, with a folder of original files per set; how missing files are fetched and archives are read.
 
-    data directory        given > ESPER_DATA > the user's cache
-    └── fashion_mnist/    one folder per set
-        └── *.gz          the original files, checked against their published checksums
-
-A file appears under its name complete and verified, or not at all.
+A file appears under its name complete and verified against its published checksum, or not at all.
 """
 
 import gzip
