@@ -1,9 +1,8 @@
 """Stacked networks, their optimisers, and banks: all seeds of one blueprint in one slot, over all hosts of a fleet.
 
 Every tensor has a leading member axis. All tensors of a network lie side by side in one matrix (members, parameters),
-so an optimiser step is a dozen kernels whatever the network. It equals `torch.optim.SGD` and `AdamW` per member.
-Clipping, rates, step counts and participation are per member too. A member that does not take part, or whose gradient
-is not finite, keeps its weights and its state.
+so an optimiser step is a dozen kernels whatever the network. It equals `torch.optim.SGD` and `AdamW` per member, with
+its own clipping, rate and step count. A member without part in it, or without a finite gradient, stays as it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,11 +107,9 @@ class MemberWeights(StackedWeights):
         return dict(zip(self.shapes, parts, strict=True))
 
     def gradient(self) -> Tensor:
-        """(M, P); zeros where the backward pass left none."""
         return torch.zeros_like(self.matrix) if self.whole.grad is None else self.whole.grad
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         self.whole.grad = None
 
 

@@ -1,8 +1,7 @@
 """A task's data on a device: minibatches in counter-based order, and the fixed sets that rows are compared on.
 
 A random number is a hash of what it is for, not of how many were drawn before it. So data order and augmentation are a
-pure function of (seed, minibatch, purpose), the same on every device, and hosts draw in parallel without a generator
-each.
+pure function of (seed, minibatch, purpose), the same on every device, and hosts draw in parallel.
 """
 
 from enum import IntEnum

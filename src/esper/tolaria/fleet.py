@@ -2,8 +2,7 @@
 
 Host weights are stacked over envs; each (slot, blueprint) has a bank of stacked seeds. In a minibatch the main rows
 and, where seeds are in TRAINING, their shadow rows pass through the host side by side, and every bank acts once. Kernel
-launches depend on slots × blueprints, not on the number of hosts. Lifecycles are the same pure functions that a single
-model uses.
+launches depend on slots × blueprints, not on the number of hosts. Lifecycles are the pure functions of a single model.
 """
 
 import math
@@ -57,8 +56,7 @@ class HostFleet:
     ) -> None:
         """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from it.
 
-        `isolation` is how TRAINING seeds learn: from shadow rows, or straight through the main row. The latter gives a
-        seed no feedback on its effect.
+        `isolation`: TRAINING seeds learn from shadow rows, or straight through the main row, without feedback.
         Weights and statistics are stored in `dtype`; `compute` (default the same) is that of streams and products.
         On CUDA minibatches are replayed as `graphs`. `validation_bytes` limits the memory of the activations of a
         validation (default: a quarter of a CUDA device, 1 GiB on the CPU).

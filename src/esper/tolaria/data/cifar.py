@@ -1,8 +1,7 @@
 """CIFAR-10's python archive, read without trusting it.
 
-The archive holds pickles, and unpickling runs what a pickle names. Here a pickle can name only the globals that a NumPy
-array is made of. Even those stand for inert records, so nothing out of the file is ever called: the arrays are built
-afterwards from the recorded shapes and bytes.
+Unpickling runs what a pickle names. Here a pickle can name only the globals that a NumPy array is made of. Even those
+stand for inert records, and the arrays are built from the recorded shapes and bytes, so nothing in the file is called.
 """
 
 import io

@@ -1,7 +1,6 @@
 """Data sets by name: images and labels, or character ids, as tensors in three parts.
 
-Validation samples are carved out of the published training samples, stratified and by one seeded rule for all runs.
-The published test samples stay as they are.
+Validation samples are carved out of the training samples, stratified and by one seeded rule for all runs.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Images in class folders, `train|test/<class>/<n>.jpg|png`, in an archive or unpacked.
 
-Decoding tens of thousands of files takes seconds, so the pixels are cached as one .npz file next to the source. If that
-folder is read-only, the file goes to the user's cache. Its name contains the checksum of the source.
+Decoding takes seconds, so the pixels are cached in a file that is named by the checksum of the source, next to it or,
+if that folder is read-only, in the user's cache.
 """
 
 import hashlib
