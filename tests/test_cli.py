@@ -33,9 +33,9 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hosts = {"none": {"host_accuracy": 41.3, "repeats": 4, "cells": cells}}
     path.write_text(json.dumps({"digits_blind": {"hosts": hosts}}))
     monkeypatch.setattr(gains, "GAINS_FILE", path)
-    gains._published.cache_clear()
+    gains.published_gains.cache_clear()
     yield
-    gains._published.cache_clear()
+    gains.published_gains.cache_clear()
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -141,9 +141,9 @@ def own_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task_gains: Modul
     path = tmp_path / "task_gains.json"
     monkeypatch.setattr(gains, "GAINS_FILE", path)
     monkeypatch.setattr(task_gains, "GAINS_FILE", path)
-    gains._published.cache_clear()
+    gains.published_gains.cache_clear()
     yield path
-    gains._published.cache_clear()
+    gains.published_gains.cache_clear()
 
 
 def write_figures(folder: Path, name: str, figures: Mapping[str, object]) -> None:

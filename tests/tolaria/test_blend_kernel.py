@@ -23,7 +23,7 @@ def bank_on(device: torch.device, styles: tuple[str, ...], width: int = 8) -> Ba
     """Members with weights away from zero; styles in turn."""
     task = get_task("digits_blind")
     slot = replace(task.slot_config.slots[0], width=width)
-    bank = Bank(slot, "conv_light", MEMBERS, task.optimiser, device=device, dtype=torch.float32)
+    bank = Bank(slot, "conv_light", MEMBERS, task.optimiser, device, torch.float32)
     values = torch.randn(bank.weights.matrix.shape, generator=torch.Generator().manual_seed(3)) / 2
     bank.weights.matrix.copy_(values)
     bank.styles = frozenset(styles)

@@ -268,26 +268,22 @@ def test_train_loss_is_the_mean_of_the_step() -> None:
     assert returned == trainer.train_loss == pytest.approx(math.fsum(losses) / 4, rel=1e-6)
 
 
-def test_signals() -> None:
-    """Every field says what the trainer, the model and the comparison say."""
+def test_reports() -> None:
+    """Two steps leave what a controller needs in the model's reports."""
     trainer = trainer_of()
     trainer.model.germinate_seed("r1c1", "depthwise")
     for _ in range(2):
-        found = trainer.run_step()
-    signals = trainer.signals(found)
-    assert (signals.step, signals.total_steps) == (2, 6)
-    assert signals.train_loss == trainer.train_loss
-    assert signals.validation_loss == found.main.loss
-    assert signals.validation_accuracy == found.main.accuracy
-    assert signals.deployed_accuracy == found.deployed.accuracy
-    assert (signals.host_parameters, signals.grown_parameters) == (390, 160)
-    assert [report.slot_id for report in signals.seeds] == list(SHORT.slot_ids)
-    report = signals.seeds[1]
+        trainer.run_step()
+    assert trainer.step_index == 2
+    assert (trainer.model.host_parameter_count, trainer.model.grown_parameter_count) == (390, 160)
+    reports = trainer.model.reports()
+    assert [report.slot_id for report in reports] == list(SHORT.slot_ids)
+    report = reports[1]
     assert (report.stage, report.blueprint, report.parameters) == (SeedStage.TRAINING, "depthwise", 160)
     assert report.gradient_norm is not None
     assert report.audition is not None
     assert report.contribution is None
-    assert signals.seeds[0].blueprint is None
+    assert reports[0].blueprint is None
 
 
 def test_validate_measures_on_the_validation_images() -> None:

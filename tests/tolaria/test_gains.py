@@ -24,9 +24,9 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of gains for this test alone."""
     path = tmp_path / "task_gains.json"
     monkeypatch.setattr(gains, "GAINS_FILE", path)
-    gains._published.cache_clear()
+    gains.published_gains.cache_clear()
     yield path
-    gains._published.cache_clear()
+    gains.published_gains.cache_clear()
 
 
 def test_parse(own_file: Path) -> None:

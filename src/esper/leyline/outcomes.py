@@ -1,4 +1,4 @@
-"""Rent and objective, measurements with their error, results of gates, and the signals of a host."""
+"""Rent and objective, measurements with their error, results of gates, and reports of seeds."""
 
 import math
 from dataclasses import dataclass
@@ -92,20 +92,3 @@ class SeedReport:
     """Points of accuracy that the main row loses when this seed is silenced (mean of the last two)."""
     germinations: int
     """Seeds tried in this slot so far."""
-
-
-@dataclass(frozen=True)
-class HostSignals:
-    """One host after a step: losses, accuracies, sizes and slots."""
-
-    step: int
-    total_steps: int
-    train_loss: float
-    validation_loss: float
-    validation_accuracy: float
-    """Percent, with statistics calibrated for the main row."""
-    deployed_accuracy: float
-    """Percent, with the running statistics."""
-    host_parameters: int
-    grown_parameters: int
-    seeds: tuple[SeedReport, ...]

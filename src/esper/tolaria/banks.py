@@ -1,12 +1,12 @@
 """Stacked networks, their optimisers, and banks: all seeds of one blueprint in one slot, over all hosts of a fleet.
 
 Every tensor has a leading member axis. All tensors of a network lie side by side in one matrix (members, parameters),
-so an optimiser step is a dozen kernels whatever the network. It equals `torch.optim.SGD` and `AdamW` per member.
-Clipping, rates, step counts and participation are per member too. A member that does not take part, or whose gradient
-is not finite, keeps its weights and its state.
+so an optimiser step is a dozen kernels whatever the network. It equals `torch.optim.SGD` and `AdamW` per member, with
+its own clipping, rate and step count. A member without part in it, or without a finite gradient, stays as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from esper.tolaria.tasks import OptimiserConfig
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 BUCKETS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
-BUCKET_STEP = 32
-"""Beyond the table, sizes are multiples of this."""
+BUCKET_STEP = 32  # beyond the table, sizes are multiples of this
 
 
 def bucket(count: int) -> int:
@@ -95,13 +94,12 @@ class _TakeMembers(torch.autograd.Function):
 
 
 class MemberWeights(StackedWeights):
-    """Stacked weights of which a pass uses some members."""
+    """Stacked weights of which a pass uses some members. Gradients gather in `whole`, not in the leaves."""
 
-    def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(members, shapes, device, dtype)
-        self.leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
-        self.whole = self.matrix.detach().requires_grad_()
-        """The matrix, where gradients gather."""
+    @cached_property
+    def whole(self) -> Tensor:
+        """The matrix as a leaf."""
+        return self.matrix.detach().requires_grad_()
 
     def take(self, members: Tensor, learns: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """By name (E, …). Gradients flow back to members that learn: `learns` (E,)."""
@@ -109,11 +107,9 @@ class MemberWeights(StackedWeights):
         return dict(zip(self.shapes, parts, strict=True))
 
     def gradient(self) -> Tensor:
-        """(M, P); zeros where the backward pass left none."""
         return torch.zeros_like(self.matrix) if self.whole.grad is None else self.whole.grad
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         self.whole.grad = None
 
 
@@ -129,9 +125,7 @@ class StackedOptimizer:
     @torch.no_grad()
     def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors.
-
-        Returns per member the gradient's norm before clipping, and the update's norm relative to that of the weights.
-        """
+        Returns per member the gradient's norm before clipping, and the update's norm relative to that of weights."""
         gradient = self.weights.gradient()
         if used is not None:
             gradient = gradient.where(used, 0.0)
@@ -146,7 +140,6 @@ class StackedOptimizer:
         return norms, update.square().sum(1).sqrt() / before
 
     def _update(self, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
-        """The update of the weights, 0 outside the mask. Changes the optimiser state."""
         matrix, decay = self.weights.matrix, self.config.weight_decay
         if self.config.kind == "sgd":
             momentum = self.state["momentum"]
@@ -178,28 +171,20 @@ class Bank:
     """
 
     def __init__(
-        self,
-        slot: SlotSpec,
-        blueprint: str,
-        envs: int,
-        config: OptimiserConfig,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, slot: SlotSpec, blueprint: str, n: int, config: OptimiserConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.slot, self.blueprint, self.dtype, self.device = slot, blueprint, dtype, device
         graft = self._fresh(None).to(device=device, dtype=dtype)
         self._parts = {part: RowCall(module) for part, module in graft.items()}
         shapes = {name: parameter.shape for name, parameter in graft.named_parameters()}
-        self.weights = MemberWeights(envs, shapes, device, dtype)
+        self.weights = MemberWeights(n, shapes, device, dtype)
         self.optimizer = StackedOptimizer(config, self.weights)
         self.styles: frozenset[str] = frozenset()
-        self.style = torch.zeros(envs, dtype=torch.int64, device=device)
-        self.takes_part, self.newborn = torch.zeros(2, envs, dtype=torch.bool, device=device)
-        self.strength, self.full = torch.zeros(2, envs, dtype=dtype, device=device)
-        """Strengths at the present alpha and at alpha 1."""
+        self.style = torch.zeros(n, dtype=torch.int64, device=device)
+        self.takes_part, self.newborn = torch.zeros(2, n, dtype=torch.bool, device=device)
+        self.strength, self.full = torch.zeros(2, n, dtype=dtype, device=device)  # at the present alpha, at alpha 1
+        # Which parameters each member has: those of a gate only where the style has one.
         self.used = torch.zeros_like(self.weights.matrix, dtype=torch.bool)
-        """Which parameters each member has: those of a gate only where the style has one."""
         self._settled: list[SeedState | None] | None = None
 
     def plant(self, env: int, rng_seed: int) -> None:
@@ -211,18 +196,13 @@ class Bank:
         """Remove the seed of an env, or of several."""
         self.weights.matrix[env] = 0
         self.optimizer.clear(env)
-
-    def clear(self) -> None:
-        """Remove all seeds, for new hosts."""
         self._settled = None
-        self.free(slice(None))
 
-    def settle(self, seeds: Mapping[int, SeedState], conductance: Tensor) -> None:
-        """Set the tensors that follow from the states of its seeds by env, in place.
-
-        `conductance` (envs,) is how much of the slot's effect each host lets through.
-        """
-        states = [seeds.get(env) for env in range(len(self.weights))]
+    def settle(self, slots: Sequence[SeedState], conductance: Tensor) -> None:
+        """Set the tensors that follow from the states of its slot by env, and from `conductance` (envs,): how much of
+        the slot's effect each host lets through."""
+        states = [state if state.blueprint == self.blueprint else None for state in slots]
+        states += [None] * (len(self.weights) - len(slots))
         # States are immutable, so the same objects mean the same tensors: an edit settles the banks of one slot only.
         if self._settled is not None and all(new is old for new, old in zip(states, self._settled, strict=True)):
             return
@@ -263,22 +243,17 @@ class Bank:
         return torch.where(per_member(valid, effect), effect, 0.0)
 
     def _call(self, part: str, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
-        """Seed or gate of these members on h."""
         own = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
         result: Tensor = self._parts[part](own, h)
         return result
 
     def step(self, rates: Tensor, warm: Tensor) -> Tensor:
-        """Clip and step all seeds that train, at their env's rate (envs,); newborns at the share `warm` of it.
-
-        Returns the gradient norms (envs,), 0 for those that do not train.
-        """
-        rates = rates.where(~self.newborn, rates * warm)
-        norms, _ = self.optimizer.step(rates, self.takes_part, self.used)
+        """Step all seeds that train, at these rates (envs,), newborns at the share `warm` of it. Returns their gradient
+        norms (envs,), 0 for others."""
+        norms, _ = self.optimizer.step(rates.where(~self.newborn, rates * warm), self.takes_part, self.used)
         return norms.where(self.takes_part, 0.0)
 
     def _fresh(self, rng_seed: int | None) -> nn.ModuleDict:
-        """A seed with its gate."""
         slot = self.slot
         with torch.random.fork_rng(devices=[]):
             seed = BlueprintRegistry.build(

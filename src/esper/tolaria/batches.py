@@ -1,8 +1,7 @@
 """A task's data on a device: minibatches in counter-based order, and the fixed sets that rows are compared on.
 
 A random number is a hash of what it is for, not of how many were drawn before it. So data order and augmentation are a
-pure function of (seed, minibatch, purpose), the same on every device, and hosts draw in parallel without a generator
-each.
+pure function of (seed, minibatch, purpose), the same on every device, and hosts draw in parallel.
 """
 
 from enum import IntEnum
@@ -17,34 +16,25 @@ from esper.leyline import DataError
 from esper.tolaria.data import ImageData, ImagePart, TextData
 
 MASK = 0xFFFFFFFF
-Key = int | Tensor
 
 
-def counter_hash(*keys: Key) -> Tensor:
+def counter_hash(*keys: int | Tensor) -> Tensor:
     """A number in [0, 2³²) per element of the broadcast keys (int64). Mixes in each key with the murmur3 finaliser."""
     value = torch.zeros((), dtype=torch.int64)
     for key in keys:
         part = torch.as_tensor(key, dtype=torch.int64)
         # Seeds have 63 bits; both halves count.
         for half in (part & MASK, (part >> 32) & MASK):
-            value = _mix(value.to(half.device) if half.dim() else value, half)
+            value = value.to(half.device) if half.dim() else value
+            # Products overflow 64 bits; their lower 32 are right all the same.
+            value = ((value ^ half) * 0x9E3779B1 + 0x7F4A7C15) & MASK
+            value = ((value ^ (value >> 16)) * 0x85EBCA6B) & MASK
+            value = ((value ^ (value >> 13)) * 0xC2B2AE35) & MASK
+            value = value ^ (value >> 16)
     return value
 
 
-def _mix(value: Tensor, key: Tensor) -> Tensor:
-    # Products overflow 64 bits; their lower 32 are right all the same.
-    value = ((value ^ key) * 0x9E3779B1 + 0x7F4A7C15) & MASK
-    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & MASK
-    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & MASK
-    return value ^ (value >> 16)
-
-
-def counter_below(limit: int, *keys: Key) -> Tensor:
-    """An integer in [0, limit) per element; the bias of the remainder is below limit / 2³²."""
-    return counter_hash(*keys) % limit
-
-
-def permutation(count: int, *keys: Key, device: torch.device | None = None) -> Tensor:
+def permutation(count: int, *keys: int | Tensor, device: torch.device | None = None) -> Tensor:
     """A permutation of `count` numbers per element of the broadcast keys, on the last axis."""
     return counter_hash(*keys, torch.arange(count, device=device)).argsort(dim=-1, stable=True)
 
@@ -70,9 +60,7 @@ class Samples(NamedTuple):
 class ImageBatches:
     """Images stay uint8 on the device; a minibatch is gathered, shifted, flipped and normalised there."""
 
-    def __init__(
-        self, data: ImageData, batch: int, *, shift: int = 0, flip: bool = False, device: torch.device
-    ) -> None:
+    def __init__(self, data: ImageData, batch: int, device: torch.device, shift: int = 0, flip: bool = False) -> None:
         count = len(data.train.labels)
         if count < batch:
             raise DataError(f"{data.name} has {count} training images, fewer than a batch of {batch}")
@@ -89,8 +77,7 @@ class ImageBatches:
         """The `index`-th minibatch of an episode: passes over shuffled data, one after the other."""
         if self._seed is None or self._seed[0] != rng_seed:
             self._seed = rng_seed, torch.tensor([rng_seed], device=self.images.device)
-        inputs, targets = self.minibatches(self._seed[1], index)
-        return Samples(inputs[0], targets[0])
+        return Samples(*(part[0] for part in self.minibatches(self._seed[1], index)))
 
     def minibatches(self, seeds: Tensor, index: int) -> Samples:
         """The same for several seeds (G,), on the device of the data: inputs (G, B, C, H, W), targets (G, B)."""
@@ -117,8 +104,7 @@ class ImageBatches:
             self._draw(span, seeds, index, Purpose.SHIFT_COLUMNS) if self.shift else none,
             self._draw(2, seeds, index, Purpose.FLIP) if self.flip else none,
         )
-        mean, std = self.mean.flatten(), self.std.flatten()
-        scale, offset = 1 / (255 * std), -mean / std
+        scale, offset = 1 / (255 * self.std.flatten()), -(self.mean / self.std).flatten()
         inputs = draw_rows(self._channels_last, chosen, moves, group, scale, offset, shift=self.shift, dtype=dtype)
         return Samples(inputs, self.labels[chosen][group])
 
@@ -135,11 +121,11 @@ class ImageBatches:
 
     def validation(self) -> Samples:
         """Images carved from the training set, the same for every host."""
-        return self._prepared(self._data.validation)
+        return self._prepare(self._data.validation)
 
     def test(self) -> Samples:
         """Test images, for a final evaluation only."""
-        return self._prepared(self._data.test)
+        return self._prepare(self._data.test)
 
     def calibration(self, size: int) -> Tensor:
         """A fixed draw of training inputs, without augmentation."""
@@ -147,9 +133,8 @@ class ImageBatches:
         return self._normalised(self.images[chosen])
 
     def _draw(self, limit: int, seeds: Tensor, index: int, purpose: Purpose) -> Tensor:
-        """An integer in [0, limit) per group and sample."""
         samples = torch.arange(self.batch, device=self.images.device)
-        return counter_below(limit, seeds[:, None], index, purpose, samples)
+        return counter_hash(seeds[:, None], index, purpose, samples) % limit  # biased by less than limit / 2³²
 
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
         """(G, training images), cached until the seeds or the epoch change."""
@@ -176,9 +161,9 @@ class ImageBatches:
     def _normalised(self, images: Tensor) -> Tensor:
         return ((images.float() / 255 - self.mean) / self.std).contiguous()
 
-    def _prepared(self, part: ImagePart) -> Samples:
-        device = self.images.device
-        return Samples(self._normalised(part.images.to(device)), part.labels.to(device))
+    def _prepare(self, part: ImagePart) -> Samples:
+        images, labels = (tensor.to(self.images.device) for tensor in part)
+        return Samples(self._normalised(images), labels)
 
 
 class TextBatches:
@@ -196,19 +181,17 @@ class TextBatches:
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: windows at random positions."""
-        inputs, targets = self.minibatches(torch.tensor([rng_seed]), index)
-        return Samples(inputs[0], targets[0])
+        return Samples(*(part[0] for part in self.minibatches(torch.tensor([rng_seed]), index)))
 
     def minibatches(self, seeds: Tensor, index: int) -> Samples:
         """The same for several seeds (G,) at once: (G, B, block) both."""
         samples = torch.arange(self.batch, device=self.text.device)
-        starts = counter_below(self.count, seeds.to(self.text.device)[:, None], index, Purpose.WINDOW, samples)
-        return self._windows(self.text, starts)
+        draws = counter_hash(seeds.to(self.text.device)[:, None], index, Purpose.WINDOW, samples)
+        return self._windows(self.text, draws % self.count)
 
     def rows(self, seeds: Tensor, group: Tensor, index: int, dtype: torch.dtype) -> Samples:
         """The minibatch of every row of a fleet: row r uses the draw of `group[r]`. (R, B, block) both."""
-        inputs, targets = self.minibatches(seeds, index)
-        return Samples(inputs[group], targets[group])
+        return Samples(*(part[group] for part in self.minibatches(seeds, index)))
 
     def validation(self) -> Samples:
         """The validation text, cut into windows."""
@@ -221,7 +204,7 @@ class TextBatches:
     def calibration(self, size: int) -> Tensor:
         """A fixed draw of training windows."""
         samples = torch.arange(size, device=self.text.device)
-        return self._windows(self.text, counter_below(self.count, Purpose.CALIBRATION, samples)).inputs
+        return self._windows(self.text, counter_hash(Purpose.CALIBRATION, samples) % self.count).inputs
 
     def _windows(self, text: Tensor, starts: Tensor) -> Samples:
         picked = text[starts[..., None] + torch.arange(self.block + 1, device=text.device)]

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from esper.kasmina import Comparison, GrowingOptimizer, Host, LifecycleConfig, MorphogeneticModel
+from esper.kasmina import Comparison, GrowingOptimizer, Host, LifecycleConfig
 from esper.kasmina.slot import Isolation
-from esper.leyline import HostSignals, SeedStage, StageChange, derive_seed
+from esper.leyline import SeedStage, StageChange, derive_seed
 from esper.tolaria.batches import Batches
 from esper.tolaria.tasks import OptimiserConfig, Task
 
@@ -45,17 +45,9 @@ class HostTrainer:
     ) -> None:
         self.task, self.batches, self.rng_seed = task, batches, rng_seed
         host = (task.make_host(rng_seed) if host is None else host).to(device)
-        self.model = MorphogeneticModel(
-            host,
-            task.slot_ids,
-            isolation=isolation,
-            config=config,
-            budget=task.parameter_budget,
-            rng_seed=derive_seed(rng_seed, "seeds"),
-        )
-        self.optimizer = GrowingOptimizer(
-            self.model, make_optimizer(task.optimiser), clip_norm=task.optimiser.clip_norm
-        )
+        self.model = task.make_model(host, rng_seed, isolation, config or LifecycleConfig())
+        build = make_optimizer(task.optimiser)
+        self.optimizer = GrowingOptimizer(self.model, build, clip_norm=task.optimiser.clip_norm)
         self.step_index = 0
         self.train_loss = float("nan")
         self._order_seed = derive_seed(rng_seed, "data")
@@ -93,20 +85,6 @@ class HostTrainer:
         comparison = self.validate()
         self.tick()
         return comparison
-
-    def signals(self, comparison: Comparison) -> HostSignals:
-        """What a controller sees after this step."""
-        return HostSignals(
-            step=self.step_index,
-            total_steps=self.task.steps,
-            train_loss=self.train_loss,
-            validation_loss=comparison.main.loss,
-            validation_accuracy=comparison.main.accuracy,
-            deployed_accuracy=comparison.deployed.accuracy,
-            host_parameters=self.model.host_parameter_count,
-            grown_parameters=self.model.grown_parameter_count,
-            seeds=self.model.reports(),
-        )
 
     def _set_rates(self, index: int) -> None:
         """Host and seeds follow one schedule; a seed's first step of training is a linear warm-up."""

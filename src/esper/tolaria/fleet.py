@@ -2,8 +2,7 @@
 
 Host weights are stacked over envs; each (slot, blueprint) has a bank of stacked seeds. In a minibatch the main rows
 and, where seeds are in TRAINING, their shadow rows pass through the host side by side, and every bank acts once. Kernel
-launches depend on slots × blueprints, not on the number of hosts. Lifecycles are the same pure functions that a single
-model uses.
+launches depend on slots × blueprints, not on the number of hosts. Lifecycles are the pure functions of a single model.
 """
 
 import math
@@ -57,8 +56,7 @@ class HostFleet:
     ) -> None:
         """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from it.
 
-        `isolation` is how TRAINING seeds learn: from shadow rows, or straight through the main row. The latter needs no
-        extra rows and gives a seed no feedback on its effect.
+        `isolation`: TRAINING seeds learn from shadow rows, or straight through the main row, without feedback.
         Weights and statistics are stored in `dtype`; `compute` (default the same) is that of streams and products.
         On CUDA minibatches are replayed as `graphs`. `validation_bytes` limits the memory of the activations of a
         validation (default: a quarter of a CUDA device, 1 GiB on the CPU).
@@ -75,38 +73,32 @@ class HostFleet:
         self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
         self.config, self.budget = config or LifecycleConfig(), task.parameter_budget
         self._start_episode(range(n) if seeds is None else seeds)
-        self._add_lifecycles()
-        with memory_guard(self, "loading the data"):
-            self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
-        with memory_guard(self, "building the fleet"):
-            self._build(governor, graphs=graphs)
-
-    def _add_lifecycles(self) -> None:
-        """The verbs and states of the lifecycles are the fleet's too."""
+        # The verbs and states of the lifecycles are the fleet's too.
         lives = self.lifecycles = Lifecycles(self)
         self.states = lives.states
         self.germinate, self.advance, self.prune = lives.germinate, lives.advance, lives.prune
         self.fossilize, self.set_alpha_target, self.adopt = lives.fossilize, lives.set_alpha_target, lives.adopt
         self.check_env, self.reports, self.grown_parameters = lives.check_env, lives.reports, lives.grown_parameters
+        with memory_guard(self, "loading the data"):
+            self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
+        with memory_guard(self, "building the fleet"):
+            self._build(governor, graphs=graphs)
 
     def _build(self, governor: GovernorConfig | None, *, graphs: bool) -> None:
         hosts = self._make_hosts()
         self.places = {slot_id: hosts[0].slot_index(slot_id) for slot_id in self.slots}
-        self.host = StackedHost(hosts, self.places.values(), device=self.device, dtype=self.dtype, compute=self.compute)
+        self.host = StackedHost(hosts, self.places.values(), self.device, self.dtype, self.compute)
         self.optimizer = StackedOptimizer(self.task.optimiser, self.host.weights)
         self.banks: dict[tuple[str, str], Bank] = {}
         self._sizes: dict[tuple[object, ...], int] = {}
         self._most: dict[tuple[object, ...], int] = {}
-        self.rate_scale = torch.ones(len(hosts), dtype=self.dtype, device=self.device)
-        """Factor on the learning rate of each row."""
-        self.norms: dict[tuple[str, str], Tensor] = {}
-        """Gradient norms of the last minibatch by bank (envs,)."""
+        self.rate_scale = torch.ones(len(hosts), dtype=self.dtype, device=self.device)  # of each row's learning rate
+        self.norms: dict[tuple[str, str], Tensor] = {}  # gradient norms of the last minibatch by bank (envs,)
         self.governor = Governor(self.n, self.task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
         self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
 
     def _start_episode(self, seeds: Sequence[int]) -> None:
-        """Set everything that an episode starts from, except weights and seeds."""
         if len(seeds) != self.n:
             raise BadValueError(f"got {len(seeds)} seeds for {self.n} hosts; pass one per host")
         self.seeds = list(seeds)
@@ -128,7 +120,7 @@ class HostFleet:
         self._start_episode(seeds)
         self.host.fill(self._make_hosts())
         for bank in self.banks.values():
-            bank.clear()
+            bank.free(slice(None))
         self.optimizer.clear(slice(None))
         self.lifecycles.reset()
         self._leave_headroom()
@@ -250,22 +242,15 @@ class HostFleet:
     def update_plan(self) -> PassPlan:
         """Bring the banks and the pass plan up to date with the seeds' states; returns the plan."""
         if self._plan is None:
-            for (slot_id, blueprint), bank in self.banks.items():
-                seeds = {
-                    env: states[slot_id]
-                    for env, states in enumerate(self.states)
-                    if states[slot_id].blueprint == blueprint
-                }
-                bank.settle(seeds, self.host.buffers["conductance"][:, self.places[slot_id]])
+            for (slot_id, _), bank in self.banks.items():
+                conductance = self.host.buffers["conductance"][:, self.places[slot_id]]
+                bank.settle([states[slot_id] for states in self.states], conductance)
             self._plan = make_plan(self)
         return self._plan
 
     def group_size(self, group: tuple[object, ...], count: int) -> int:
-        """The padded size of a group of `count` rows or members.
-
-        Where graphs are replayed a group never shrinks: after some episodes all structures have been met, and padding
-        costs less than a new graph.
-        """
+        """The padded size of a group of `count` rows or members. Where graphs are replayed a group never shrinks: after
+        some episodes all structures have been met, and padding costs less than a new graph."""
         size = bucket(count)
         if self.graphs is not None:
             size = self._sizes[group] = max(size, self._sizes.get(group, 0))
@@ -273,8 +258,8 @@ class HostFleet:
         return size
 
     def _leave_headroom(self) -> None:
-        """Between episodes: room for two deviations more than the most that a group has had, so that the next episode
-        seldom meets a new structure. Counts of rare events vary by about their square root."""
+        # Room for two deviations more than the most that a group has had, so that the next episode seldom meets a new
+        # structure. Counts of rare events vary by about their square root.
         for group, most in self._most.items():
             self._sizes[group] = max(self._sizes[group], bucket(math.ceil(most + 2 * math.sqrt(most + 1))))
 
@@ -286,8 +271,7 @@ class HostFleet:
         return [key for key in self.banks if key in busy]
 
     def evaluation_rows(self) -> tuple[Rows, dict[int, tuple[int, str]]]:
-        """Main rows, a shadow row per TRAINING seed and an ablation row per acting one; and (env, slot) of those by
-        their number. On CUDA there is padding between them."""
+        """The rows of a validation of all envs, and (env, slot) of the extra ones by their number."""
         self.update_plan()
         return eval_rows(self, range(len(self.host.weights)))
 
@@ -319,7 +303,7 @@ class HostFleet:
         if key not in self.banks:
             slot, members = self.slots[slot_id], len(self.host.weights)
             with memory_guard(self, f"making room for {blueprint} seeds in {slot_id}"):
-                bank = Bank(slot, blueprint, members, self.task.optimiser, device=self.device, dtype=self.dtype)
+                bank = Bank(slot, blueprint, members, self.task.optimiser, self.device, self.dtype)
             # In one order, whenever they were born: sums over banks must not depend on what earlier episodes grew.
             order = list(self.slots)
             banks = {**self.banks, key: bank}
@@ -333,14 +317,7 @@ class HostFleet:
         host = self.task.build_host().to(device=self.device, dtype=self.dtype)
         for name, tensor in [*host.named_parameters(), *host.named_buffers()]:
             tensor.copy_((self.host.weights.leaves | self.host.buffers)[name][env])
-        model = MorphogeneticModel(
-            host,
-            list(self.slots),
-            isolation=self.isolation,
-            config=self.config,
-            budget=self.task.parameter_budget,
-            rng_seed=derive_seed(self.seeds[env], "seeds"),
-        )
+        model = self.task.make_model(host, self.seeds[env], self.isolation, self.config)
         for slot_id, slot in model.seed_slots.items():
             state = self.states[env][slot_id]
             if state.blueprint is None:

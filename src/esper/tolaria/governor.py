@@ -21,40 +21,26 @@ if TYPE_CHECKING:
 class Symptom(IntEnum):
     """What is wrong with a host; the value is its column among the signs."""
 
-    NOT_FINITE = 0
-    """Loss, gradients, weights or statistics."""
-    COLLAPSE = 1
-    """Back at the random-guess loss after having left it."""
-    DIVERGENCE = 2
-    """Loss far above normal: in several consecutive minibatches, or on the validation set."""
-    FLAT_LOGITS = 3
-    """Outputs that no longer depend on the input, but did before."""
-    RUNAWAY_UPDATE = 4
-    """One update as large as the weights themselves."""
+    NOT_FINITE = 0  # loss, gradients, weights or statistics
+    COLLAPSE = 1  # back at the random-guess loss after having left it
+    DIVERGENCE = 2  # loss far above normal: in several consecutive minibatches, or on the validation set
+    FLAT_LOGITS = 3  # outputs that no longer depend on the input, but did before
+    RUNAWAY_UPDATE = 4  # one update as large as the weights themselves
 
 
 @dataclass(frozen=True)
 class GovernorConfig:
     """Limits of the governor."""
 
-    sigmas: float = 6.0
-    """Divergence: standard deviations above the mean …"""
-    multiple: float = 3.0
-    """… and multiples of it."""
-    patience: int = 3
-    """Consecutive minibatches before a divergence counts."""
-    left_guessing: float = 0.6
-    """A mean loss below this share of the random-guess loss: the host has left random guessing."""
-    guessing_band: float = 0.065
-    """Within this share of the random-guess loss: it guesses."""
-    flat_share: float = 1e-4
-    """Logit variance below this share of its running mean counts as none."""
-    update_ratio: float = 1.0
-    """Norm of an update relative to that of the weights."""
-    decay: float = 0.95
-    """Decay of the running means, per minibatch."""
-    warmup: int = 10
-    """Minibatches before anything counts as normal."""
+    sigmas: float = 6.0  # divergence: standard deviations above the mean …
+    multiple: float = 3.0  # … and multiples of it
+    patience: int = 3  # consecutive minibatches before a divergence counts
+    left_guessing: float = 0.6  # a mean loss below this share of the random-guess loss: the host has left guessing
+    guessing_band: float = 0.065  # within this share of the random-guess loss: it guesses
+    flat_share: float = 1e-4  # logit variance below this share of its running mean counts as none
+    update_ratio: float = 1.0  # norm of an update relative to that of the weights
+    decay: float = 0.95  # of the running means, per minibatch
+    warmup: int = 10  # minibatches before anything counts as normal
 
     def __post_init__(self) -> None:
         if not 0.0 < self.decay < 1.0 or min(self.patience, self.warmup) < 1:
@@ -73,13 +59,9 @@ class Governor:
     """Vital signs of N hosts, as tensors over envs."""
 
     def __init__(
-        self,
-        n: int,
-        random_guess_loss: float,
-        config: GovernorConfig | None = None,
-        device: torch.device | str = "cpu",
+        self, n: int, random_guess_loss: float, config: GovernorConfig | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        self.config = config if config is not None else GovernorConfig()
+        self.config = config or GovernorConfig()
         self.guess = random_guess_loss
         self.signs = torch.zeros(n, len(Symptom), dtype=torch.bool, device=device)
         self._mean, self._square, self._variance = torch.zeros(3, n, dtype=torch.float64, device=device)
@@ -98,7 +80,12 @@ class Governor:
         flat = known & (logit_variance <= self.config.flat_share * self._variance)
         diverges, runaway = self._high >= self.config.patience, ~(update_ratio <= self.config.update_ratio)
         self.signs |= torch.stack([~finite, left & guesses, diverges, flat, runaway], 1)  # in the order of Symptom
-        self._learn(losses, logit_variance, finite & ~high)
+        # Running means, corrected for their start: after k values each weighs as in a mean of k.
+        healthy = finite & ~high
+        weight = torch.maximum(1.0 / (self._seen + 1), torch.full_like(self._mean, 1 - self.config.decay))
+        for running, value in ((self._mean, losses), (self._square, losses.square()), (self._variance, logit_variance)):
+            running.copy_(torch.where(healthy, running + weight * (value - running), running))
+        self._seen += healthy
 
     @torch.no_grad()
     def examine(self, validation_losses: Tensor, state_finite: Tensor) -> None:
@@ -126,15 +113,7 @@ class Governor:
 
     def _is_high(self, losses: Tensor) -> Tensor:
         deviation = (self._square - self._mean.square()).clamp_min(0).sqrt()
-        limit = torch.maximum(self._mean + self.config.sigmas * deviation, self.config.multiple * self._mean)
-        return losses > limit
-
-    def _learn(self, losses: Tensor, logit_variance: Tensor, healthy: Tensor) -> None:
-        """Running means, corrected for their start: after k values each weighs as in a mean of k."""
-        weight = torch.maximum(1.0 / (self._seen + 1), torch.full_like(self._mean, 1 - self.config.decay))
-        for running, value in ((self._mean, losses), (self._square, losses.square()), (self._variance, logit_variance)):
-            running.copy_(torch.where(healthy, running + weight * (value - running), running))
-        self._seen += healthy
+        return losses > torch.maximum(self._mean + self.config.sigmas * deviation, self.config.multiple * self._mean)
 
 
 class SnapshotStore:
@@ -143,7 +122,6 @@ class SnapshotStore:
     def __init__(self, fleet: "HostFleet") -> None:
         self.fleet = fleet
         self._tensors: dict[str, Tensor] = {}
-        self._states: list[dict[str, SeedState]] = []
         self.take()
 
     @torch.no_grad()
@@ -155,7 +133,7 @@ class SnapshotStore:
             if name not in self._tensors:  # pinned, so that the copies can overlap
                 self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._tensors[name].copy_(tensor, non_blocking=pinned)
-        self._states = [dict(states) for states in fleet.states]
+        self._states: list[dict[str, SeedState]] = [dict(states) for states in fleet.states]
         if pinned:
             torch.cuda.current_stream(fleet.device).synchronize()
 
@@ -174,6 +152,5 @@ class SnapshotStore:
         fleet.adopt(env, before)
 
     def _sources(self) -> dict[str, Tensor]:
-        """Everything that is stored, each (envs, …)."""
         banks = {f"bank {slot_id} {name}": bank.weights.matrix for (slot_id, name), bank in self.fleet.banks.items()}
         return {"host": self.fleet.host.weights.matrix, **self.fleet.host.buffers, **banks}

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
 MAX_GRAPHS = 48
+# Eager minibatches of a structure before it gets a graph: a capture does not pay for short-lived structures.
 CAPTURE_AFTER = 8
-"""Eager minibatches of a structure before it gets a graph. A capture costs what the graph saves in dozens of
-minibatches, so it does not pay for short-lived structures."""
-MAX_STRUCTURES = 4096
-"""Structures whose minibatches are counted: the latest ones, so that a long run does not grow."""
+MAX_STRUCTURES = 4096  # whose minibatches are counted: the latest ones, so that a long run does not grow
 
 Structure = tuple[object, ...]
 
@@ -57,8 +55,7 @@ class _Captured:
 
     graph: torch.cuda.CUDAGraph
     plan: PassPlan
-    current: PassPlan
-    """The plan whose values are in `plan`."""
+    current: PassPlan  # whose values are in `plan`
     losses: Tensor
     norms: dict[tuple[str, str], Tensor]
 
@@ -79,6 +76,8 @@ class MinibatchGraphs:
         """One minibatch; the returned losses (R,) are overwritten by the next."""
         self._rate.fill_(rate)
         self._warm.fill_(warm)
+        # All graphs read one minibatch: its shape is that of the main rows, whatever grows.
+        static = self._samples = self._samples or Samples(*(torch.empty_like(part) for part in samples))
         key = (*structure(plan), tuple(self.fleet.busy_banks()))
         captured = self._graphs.get(key)
         if captured is None:
@@ -88,31 +87,24 @@ class MinibatchGraphs:
             if self._counts[key] <= CAPTURE_AFTER:
                 self.eager_runs += 1
                 return self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
-            captured = self._graphs[key] = self._capture(plan, samples)
+            captured = self._graphs[key] = self._capture(plan, static)
         elif captured.current is not plan:
             torch._foreach_copy_(plan_tensors(captured.plan), plan_tensors(plan))
             captured.current = plan
         self._graphs.move_to_end(key)
         self.replays += 1
-        for static, given in zip(self._static(samples), samples, strict=True):
-            static.copy_(given)
+        for part, given in zip(static, samples, strict=True):
+            part.copy_(given)
         captured.graph.replay()
         self.fleet.norms = dict(captured.norms)
         return captured.losses
-
-    def _static(self, samples: Samples) -> Samples:
-        """The minibatch that all graphs read: its shape is that of the main rows, whatever grows."""
-        if self._samples is None:
-            self._samples = Samples(*(torch.empty_like(part) for part in samples))
-        return self._samples
 
     def _capture(self, plan: PassPlan, samples: Samples) -> _Captured:
         while len(self._graphs) >= self.capacity:
             self._graphs.popitem(last=False)
         self.captures += 1
-        static = self._static(samples)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.fleet.device)
         with torch.cuda.graph(graph, pool=self._pool):
-            losses = self.fleet.run_minibatch(plan, static, self._rate, self._warm)
+            losses = self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
         return _Captured(graph, plan, plan, losses, dict(self.fleet.norms))

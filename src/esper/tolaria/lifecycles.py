@@ -40,9 +40,8 @@ class Lifecycles:
 
     def fossilize(self, env: int, slot_id: str) -> StageChange:
         """Commit a HOLDING seed for good."""
-        return self._replace(
-            env, slot_id, lifecycle.fossilize(self._state(env, slot_id), self.fleet.config), "fossilize"
-        )
+        after = lifecycle.fossilize(self._state(env, slot_id), self.fleet.config)
+        return self._replace(env, slot_id, after, "fossilize")
 
     def set_alpha_target(
         self, env: int, slot_id: str, target: float, *, steps: int = 3, curve: str = "linear"

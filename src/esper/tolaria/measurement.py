@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.compare import PairedDifference, RowScore, paired_accuracy, paired_loss
+from esper.kasmina.compare import PairedDifference, RowScore, paired_difference
 from esper.kasmina.layers import Scale
 from esper.leyline import SeedStage, SlotSpec, derive_seed
 from esper.tolaria.batches import Samples
@@ -31,10 +31,8 @@ class FleetComparison(NamedTuple):
 
 
 def measure(fleet: "HostFleet", memory: ValidationMemory, *, deployed: bool = True) -> FleetComparison:
-    """Audition every TRAINING seed and silence every acting one; records the results in their states.
-
-    Without `deployed` it omits the pass with running statistics, which only a report needs.
-    """
+    """Audition every TRAINING seed and silence every acting one; records the results in their states. Without
+    `deployed` it omits the pass with running statistics, which only a report needs."""
     samples, calibration = memory.samples, memory.calibration
     comparison = FleetComparison([], [], {}, {})
     for envs, chunk in memory.divide(range(len(fleet.host.weights)), fleet.validation_bytes):
@@ -61,26 +59,21 @@ def _compare_seed(fleet: "HostFleet", comparison: FleetComparison, env: int, slo
     """Compare a seed's row with its env's main row, and record the difference in its state."""
     state, main = fleet.states[env][slot_id], comparison.main[env]
     if state.stage is SeedStage.TRAINING:
-        audition = PairedDifference(paired_accuracy(row, main), paired_loss(row, main))
-        comparison.auditions[env, slot_id] = audition
+        audition = comparison.auditions[env, slot_id] = paired_difference(row, main)
         fleet.states[env][slot_id] = lifecycle.record_audition(state, audition.accuracy)
     else:
-        contribution = PairedDifference(paired_accuracy(main, row), paired_loss(main, row))
-        comparison.contributions[env, slot_id] = contribution
+        contribution = comparison.contributions[env, slot_id] = paired_difference(main, row)
         fleet.states[env][slot_id] = lifecycle.record_contribution(state, contribution.accuracy)
 
 
 class Sensing(NamedTuple):
     """The result of a probe, per env and slot (N, S)."""
 
-    rms: Tensor
-    """Root mean square of the activation."""
-    rank: Tensor
-    """Effective rank of its channels: (Σλ)²/Σλ² of their covariance, divided by their number."""
-    gradient: Tensor
-    """Norm of the loss gradient there, relative to the sum over slots."""
+    rms: Tensor  # root mean square of the activation
+    rank: Tensor  # effective rank of its channels: (Σλ)²/Σλ² of their covariance, divided by their number
+    gradient: Tensor  # norm of the loss gradient there, relative to the sum over slots
+    # (N, S, B): first-order worth of each blueprint, relative to the largest of the env; 0 where it does not fit.
     offers: Tensor
-    """(N, S, B): first-order worth of each blueprint, relative to the largest of the env; 0 where it does not fit."""
 
 
 class Prober:
@@ -119,9 +112,9 @@ class Prober:
         with torch.no_grad():
             rms, rank = (torch.stack(columns, 1) for columns in zip(*map(_shape_of, streams), strict=True))
             norms = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients], 1)
+            gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
             worths = [self._worths(*slot) for slot in zip(fleet.slots, streams, gradients, strict=True)]
             offers = torch.stack(worths, 1)
-            gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
             offers = offers / offers.flatten(1).amax(1).clamp(min=TINY)[:, None, None]
             return Sensing(*(column[: fleet.n] for column in (rms, rank, gradient, offers)))
 
@@ -129,15 +122,12 @@ class Prober:
         """(R, B): |∂L/∂scale| of every blueprint in one slot."""
         flat, conductance = h.flatten(0, 1), self.fleet.host.buffers["conductance"][:, self.fleet.places[slot_id]]
         axes = (1, 3, 4) if h.dim() == 5 else tuple(range(1, h.dim() - 1))
-        worths = []
-        for name in self.names:
-            newborn = self._newborns.get((slot_id, name))
-            if newborn is None:
-                worths.append(torch.zeros(len(h), device=h.device))
-                continue
-            product = (newborn(flat).view(h.shape) * g).float()
-            worths.append(product.sum(axes).norm(dim=1) * conductance.float())
-        return torch.stack(worths, 1)
+        worths = torch.zeros(len(h), len(self.names), device=h.device)
+        for index, name in enumerate(self.names):
+            if (slot_id, name) in self._newborns:
+                product = (self._newborns[slot_id, name](flat).view(h.shape) * g).float()
+                worths[:, index] = product.sum(axes).norm(dim=1) * conductance.float()
+        return worths
 
 
 def _shape_of(h: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
 CPU_BUDGET = 1 << 30
-CUDA_SHARE = 4
-"""A validation may take a quarter of the device. Weights, graphs and the minibatch need the rest."""
-PROBES = (2, 3)
-"""Inputs of the two passes that an estimate is made from. With a single input some copies are views."""
-LEAST_PART = 4
-"""Envs: in passes of fewer rows some kernels round differently."""
+CUDA_SHARE = 4  # a validation may take a quarter of the device; weights, graphs and the minibatch need the rest
+PROBES = (2, 3)  # inputs of the two passes that an estimate is made from; with a single input some copies are views
+LEAST_PART = 4  # envs: in passes of fewer rows some kernels round differently
+# Texts of the untyped RuntimeErrors that allocators raise: on the CPU, for pinned memory, in CUDA libraries.
 SHORTAGES = ("not enough memory", "can't allocate memory", "out of memory", "alloc_failed")
-"""Texts of the untyped RuntimeErrors that allocators raise: on the CPU, for pinned memory, in CUDA libraries."""
 
-PeakBytes = Callable[[int], int]
-"""The most bytes that a pass has alive at once, by the number of inputs."""
+PeakBytes = Callable[[int], int]  # the most bytes that a pass has alive at once, by the number of inputs
 
 
 def default_budget(device: torch.device) -> int:
@@ -49,28 +45,24 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
         self.live = 0
-        self.trace: list[int] = []
-        """Bytes alive after each operation that allocated some."""
+        self.trace: list[int] = []  # bytes alive after each operation that allocated some
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self,
         func: Callable[..., object],
-        types: object,
+        _: object,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         given = {part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for part in tree_leaves(result):
-            if isinstance(part, Tensor) and (key := part.untyped_storage()._cdata) not in given:
-                if key in self._known:
-                    continue
-                self._known.add(key)
-                size = part.untyped_storage().nbytes()
-                self.live += size
+        for storage in (part.untyped_storage() for part in tree_leaves(result) if isinstance(part, Tensor)):
+            if storage._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
                 self.trace.append(self.live)
-                weakref.finalize(part.untyped_storage(), self._drop, key, size)
+                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
         return result
 
     def _drop(self, key: int, size: int) -> None:
@@ -114,11 +106,8 @@ class ValidationMemory:
     def divide(self, envs: Sequence[int], budget: int) -> list[tuple[Sequence[int], int]]:
         """Divides envs into parts whose passes have at most `budget` bytes of activations alive at once.
 
-        Returns the envs of each part, and how many inputs to score at a time.
-
-        Calibration takes its whole batch at once, so it divides the envs, each with all rows that are born from it.
-        Scoring takes as many inputs as fit. Fewer than twice `LEAST_PART` envs are not divided further, nor is an
-        input, whatever they need.
+        Returns the envs of each part, and how many inputs to score at a time. Calibration takes its whole batch at
+        once. Fewer than twice `LEAST_PART` envs are not divided further, nor is an input, whatever they need.
         """
         rows, _ = eval_rows(self.fleet, envs)
         if self.calibrating(rows, len(self.calibration)) > budget and len(envs) >= 2 * LEAST_PART:
@@ -155,13 +144,8 @@ class ValidationMemory:
         key = bank.slot.slot_id, bank.blueprint, bank.styles
         if key not in self._banks:
             members = torch.arange(LEAST_ROWS, device=bank.device)
-            valid = torch.ones_like(members, dtype=torch.bool)
-
-            def run(inputs: int) -> Tensor:
-                streams = take_rows(stream[:, :inputs], members)
-                return bank.effect(streams, members, bank.full[:LEAST_ROWS], valid, valid)
-
-            self._banks[key] = peak_bytes(run)
+            fixed = members, bank.full[:LEAST_ROWS], members >= 0, members >= 0
+            self._banks[key] = peak_bytes(lambda inputs: bank.effect(take_rows(stream[:, :inputs], members), *fixed))
         return self._banks[key]
 
 
@@ -178,10 +162,8 @@ def memory_guard(fleet: "HostFleet", doing: str) -> Iterator[None]:
     """Turns a shortage into a FleetMemoryError. The fleet's state is undefined afterwards: build a smaller one."""
     try:
         yield
-    except FleetMemoryError:
-        raise
     except (RuntimeError, MemoryError) as error:
-        if not is_shortage(error):
+        if isinstance(error, FleetMemoryError) or not is_shortage(error):
             raise
         # The activations of the pass that failed hang on its frames; a smaller fleet needs their memory.
         traceback.clear_frames(error.__traceback__)

@@ -20,8 +20,7 @@ from esper.tolaria.rows import Act, Rows
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
-CHUNK = {"cpu": 512, "cuda": 4096}
-"""Most inputs per pass: on the CPU for the caches, on CUDA to save launches."""
+CHUNK = {"cpu": 512, "cuda": 4096}  # most inputs per pass: on the CPU for the caches, on CUDA to save launches
 SIDE_STREAMS = 6
 
 T = TypeVar("T")
@@ -35,10 +34,7 @@ class SideStreams:
 
     @contextmanager
     def over(self, items: Sequence[T]) -> Iterator[Iterator[T]]:
-        """Items in turn, each with its side stream as the current one. Waits for all of them at the end.
-
-        The item at an index has the same stream in every call.
-        """
+        """Items in turn, each on its side stream, the same one in every call. Waits for all of them at the end."""
         if not self._streams or not torch.cuda.is_current_stream_capturing():
             yield iter(items)
             return
@@ -107,8 +103,7 @@ class PassResult(NamedTuple):
     output: Tensor
     shadow_output: Tensor | None
     statistics: list[Statistics]
-    taps: dict[int, Tensor]
-    """Before banks act."""
+    taps: dict[int, Tensor]  # before banks act
 
 
 def _fuse_pools(segments: Sequence[nn.Module], places: Collection[int]) -> list[nn.Module | None]:
@@ -124,18 +119,12 @@ class StackedHost:
     """Hosts of one shape with weights stacked over envs."""
 
     def __init__(
-        self,
-        hosts: list[Host],
-        places: Collection[int],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        compute: torch.dtype,
+        self, hosts: list[Host], places: Collection[int], device: torch.device, dtype: torch.dtype, compute: torch.dtype
     ) -> None:
         """`places` are those of the slots in use; `dtype` is for weights and statistics, `compute` for streams."""
         skeleton = hosts[0].to(device=device, dtype=dtype)
-        segments = _fuse_pools(list(skeleton.segments), places)
-        self._segments = [None if segment is None else RowCall(segment) for segment in segments]
+        fused = _fuse_pools(list(skeleton.segments), places)
+        self._segments = [None if segment is None else RowCall(segment) for segment in fused]
         self.compute, self.streams = compute, SideStreams(device)
         shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)

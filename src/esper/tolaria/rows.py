@@ -13,12 +13,11 @@ from esper.tolaria.banks import Bank, bucket
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
-START = -1
-"""The place before the first segment. Other places are the index of the segment before them."""
+START = -1  # the place before the first segment; other places are the index of the segment before them
 
+# The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
+# carries a dead second row.
 LEAST_ROWS = 2
-"""The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
-carries a dead second row."""
 
 
 class Birth(NamedTuple):
@@ -35,27 +34,21 @@ class Act(NamedTuple):
     rows: Tensor
     members: Tensor
     strength: Tensor
-    valid: Tensor
-    """Others are padding."""
-    learns: Tensor
-    """Whether its seed gets gradient: not where another seed's row passes it, nor in padding."""
+    valid: Tensor  # others are padding
+    learns: Tensor  # whether its seed gets gradient: not where another seed's row passes it, nor in padding
+    # Straight through: the rows do not change. Members get the gradient as if they acted; nothing before them does.
     silent: bool = False
-    """Straight through: the rows do not change. Members get the gradient as if they acted, and nothing in front of them
-    does."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """The rows of a pass in order of birth."""
 
-    env: Tensor
-    """(R,): whose weights each row uses."""
+    env: Tensor  # (R,): whose weights each row uses
     births: tuple[Birth, ...]
     acts: dict[int, list[Act]] = field(default_factory=dict)
-    valid: Tensor | None = None
-    """(R,), None: all. Others are padding."""
-    whole_fleet: bool = False
-    """Row i is env i, and its weights get gradient; else weights are selected by `env` and detached."""
+    valid: Tensor | None = None  # (R,), None: all; others are padding
+    whole_fleet: bool = False  # row i is env i, and its weights get gradient; else they are selected and detached
 
     def __len__(self) -> int:
         return len(self.env)
@@ -64,13 +57,11 @@ class Rows:
 class PassPlan(NamedTuple):
     """A training minibatch: the main rows, and a shadow row for every seed that trains."""
 
-    main: Rows
-    """With the banks that act on them, for passes without shadows."""
-    shadow: Rows | None
-    """Without banks."""
+    main: Rows  # with the banks that act on them, for passes without shadows
+    shadow: Rows | None  # without banks
+    # By place, what banks do to the main rows and, numbered after them, to the shadow rows. There is one group per bank
+    # for both, as every group costs dozens of kernels.
     acts: dict[int, list[Act]]
-    """By place, what banks do to the main rows and, numbered after them, to the shadow rows. There is one group per
-    bank for both, as every group costs dozens of kernels."""
 
 
 class Extra(NamedTuple):
@@ -78,8 +69,7 @@ class Extra(NamedTuple):
 
     env: int
     place: int
-    silent: bool
-    """The seed there is silenced (ablation), instead of acting at full strength (shadow)."""
+    silent: bool  # the seed there is silenced (ablation), instead of acting at full strength (shadow)
 
 
 class Entry(NamedTuple):
@@ -87,15 +77,12 @@ class Entry(NamedTuple):
 
     row: int
     env: int
-    full: bool = False
-    """At full strength, instead of that of its alpha."""
+    full: bool = False  # at full strength, instead of that of its alpha
     learns: bool = True
 
 
-Entries = Mapping[tuple[str, str], list[Entry]]
-"""By bank."""
-Sizes = Callable[[Bank, int], int]
-"""The padded size of a bank's group, by the number of its entries."""
+Entries = Mapping[tuple[str, str], list[Entry]]  # by bank
+Sizes = Callable[[Bank, int], int]  # the padded size of a bank's group, by the number of its entries
 
 
 def indices(values: Sequence[int], device: torch.device) -> Tensor:
@@ -104,39 +91,37 @@ def indices(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def make_plan(fleet: "HostFleet") -> PassPlan:
-    """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed: then
-    its group stays as large as it was, so that structures recur."""
+    """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed."""
 
     def bank_size(kind: str) -> Sizes:
         return lambda bank, count: fleet.group_size((kind, bank.slot.slot_id, bank.blueprint), count)
 
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     row_of = {env: env for env in range(len(everyone))}
-    main_entries = _entries(fleet, row_of, [])
+    main_entries = _entries(fleet, row_of)
     main_acts = _acts(fleet, main_entries, lambda _, count: bucket(count))
     main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
     if fleet.isolation == "straight_through":
         acts = _acts(fleet, main_entries, bank_size("acts"))
-        for place, group in _acts(fleet, _training_entries(fleet), bank_size("training")).items():
+        training = _entries(fleet, row_of, (), (SeedStage.TRAINING,))
+        full = {key: [entry._replace(full=True) for entry in entries] for key, entries in training.items()}
+        for place, group in _acts(fleet, full, bank_size("training")).items():
             acts.setdefault(place, []).extend(act._replace(silent=True) for act in group)
         return PassPlan(main, None, acts)
-    training = [extra for extra in find_extras(fleet) if not extra.silent]
-    if not training:
+    shadows = [extra for extra in _extras(fleet) if not extra.silent]
+    if not shadows:
         return PassPlan(main, None, _acts(fleet, main_entries, bank_size("acts")))
-    births, padded = _births(fleet, training, row_of, lambda place, count: fleet.group_size(("born", place), count))
+    births, padded = _births(fleet, shadows, row_of, lambda place, count: fleet.group_size(("born", place), count))
     valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
     shadow = Rows(torch.cat([birth.parents for birth in births]), births, valid=valid)
-    entries = _entries(fleet, row_of, _numbered(padded, len(everyone)))
-    return PassPlan(main, shadow, _acts(fleet, entries, bank_size("acts")))
+    return PassPlan(main, shadow, _acts(fleet, _entries(fleet, row_of, padded), bank_size("acts")))
 
 
 def _births(
     fleet: "HostFleet", extras: Sequence[Extra], row_of: Mapping[int, int], size_of: Callable[[int, int], int]
 ) -> tuple[tuple[Birth, ...], list[Extra | None]]:
-    """The births of extra rows from the main rows of their envs, and the rows in order, None where they are padding.
-
-    `size_of(place, count)` is the padded number of births at a place.
-    """
+    """The births of extra rows from the main rows of their envs, padded to `size_of(place, count)`, and the rows in
+    order, None where they are padding."""
     births, padded = [], list[Extra | None]()
     for place in sorted(fleet.places.values()):
         born: list[Extra | None] = [extra for extra in extras if extra.place == place]
@@ -147,41 +132,35 @@ def _births(
     return tuple(births), padded
 
 
-def _numbered(padded: Sequence[Extra | None], start: int) -> list[tuple[int, Extra]]:
-    """Extra rows with their numbers, without padding."""
-    return [(row, extra) for row, extra in enumerate(padded, start) if extra is not None]
-
-
 def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
-    """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one. Also returns the
-    (env, slot) that each of those rows is about, by its number."""
+    """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one, with padding on
+    CUDA; and by their numbers the (env, slot) that the latter are about."""
     row_of = {env: row for row, env in enumerate(envs)}
-    extras = [extra for extra in find_extras(fleet) if extra.env in row_of]
+    extras = [extra for extra in _extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
     births, padded = _births(fleet, extras, row_of, lambda _, count: bucket(count) if on_cuda else count)
-    numbered = _numbered(padded, len(envs))
     start = Birth(START, torch.arange(len(envs), device=fleet.device))
     env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
-    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, numbered), _eval_size))
+    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, padded), _eval_size))
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
-    return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
+    return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in enumerate(padded, len(envs)) if extra}
 
 
 def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[SeedStage] = ACTIVE_STAGES) -> Rows:
     """Main rows of these envs alone, with their seeds of these stages."""
-    acts = _acts(fleet, _entries(fleet, {env: row for row, env in enumerate(envs)}, [], stages), _eval_size)
+    row_of = {env: row for row, env in enumerate(envs)}
+    acts = _acts(fleet, _entries(fleet, row_of, stages=stages), _eval_size)
     return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    """On CUDA a bucket. On the CPU one entry more: a member's last bits must not depend on whether it is alone, or in
-    the odd rest that vector kernels round differently."""
     if bank.device.type == "cuda":
         return bucket(count)
+    # A spare entry: a member's last bits must not depend on whether it is alone, or in the odd rest of a vector kernel.
     return count + 1 if count else 0
 
 
-def find_extras(fleet: "HostFleet") -> list[Extra]:
+def _extras(fleet: "HostFleet") -> list[Extra]:
     """The rows that can be compared with main rows: every seed that trains or acts, by env and slot."""
     return [
         Extra(env, fleet.places[slot_id], silent=state.stage in ACTIVE_STAGES)
@@ -192,19 +171,18 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
 def _entries(
     fleet: "HostFleet",
     row_of: Mapping[int, int],
-    extras: Sequence[tuple[int, Extra]],
+    extras: Sequence[Extra | None] = (),
     stages: Container[SeedStage] = ACTIVE_STAGES,
 ) -> Entries:
-    """By bank, the main rows (by env) whose seeds are in these stages, then the numbered extra rows.
-
-    The latter are those about a TRAINING seed of the bank, and those that pass an acting one after their own slot.
-    """
+    """By bank, the main rows (by env) whose seeds are in these stages; then, numbered after them, the extra rows about
+    a TRAINING seed of the bank, and those that pass an acting one after their own slot."""
     entries: dict[tuple[str, str], list[Entry]] = {}
     for env, row in row_of.items():
         for slot_id, state in fleet.states[env].items() if env < fleet.n else ():
             if state.stage in stages:
                 entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(row, env))
-    for row, extra in extras:
+    numbered = [(row, extra) for row, extra in enumerate(extras, len(row_of)) if extra]
+    for row, extra in numbered:
         for slot_id, state in fleet.states[extra.env].items():
             key, place = (slot_id, str(state.blueprint)), fleet.places[slot_id]
             if place == extra.place and not extra.silent:
@@ -214,32 +192,18 @@ def _entries(
     return entries
 
 
-def _training_entries(fleet: "HostFleet") -> Entries:
-    """Straight through: TRAINING seeds on their main rows."""
-    entries: dict[tuple[str, str], list[Entry]] = {}
-    for env, slot_id, state in fleet.lifecycles.working():
-        if state.stage is SeedStage.TRAINING:
-            entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(env, env, full=True))
-    return entries
-
-
 def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, list[Act]]:
-    """By place, one act per bank that has entries, or whose group does not shrink."""
+    """By place, one act per bank that has entries, or whose group does not shrink. Padding is not valid."""
     acts: dict[int, list[Act]] = {}
     for key, bank in fleet.banks.items():
         own = entries.get(key, [])
         if size := size_of(bank, len(own)):
-            acts.setdefault(fleet.places[key[0]], []).append(_act(bank, own, size))
+            padded = own + [own[0] if own else Entry(0, 0)] * (size - len(own))
+            rows, members, full, learns = (
+                torch.tensor(column, device=bank.device) for column in zip(*padded, strict=True)
+            )
+            valid = torch.arange(size, device=bank.device) < len(own)
+            strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
+            act = Act(bank, rows, members, strength, valid, learns & valid)
+            acts.setdefault(fleet.places[key[0]], []).append(act)
     return acts
-
-
-def _act(bank: Bank, entries: list[Entry], size: int) -> Act:
-    """Entries, padded to a size by some that are not valid."""
-    padded = entries + [entries[0] if entries else Entry(0, 0)] * (size - len(entries))
-    rows, members = (indices(column, bank.device) for column in zip(*((e.row, e.env) for e in padded), strict=True))
-    full, learns, valid = torch.tensor(
-        [[e.full for e in padded], [e.learns for e in padded], [index < len(entries) for index in range(size)]],
-        device=bank.device,
-    )
-    strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
-    return Act(bank, rows, members, strength, valid, learns & valid)

@@ -4,14 +4,15 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
-from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host
+from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host, LifecycleConfig, MorphogeneticModel
 from esper.kasmina.layers import reset_parameters
+from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError, derive_seed
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
 from esper.tolaria.data import ImageData, TextData, load
@@ -25,12 +26,10 @@ class OptimiserConfig:
     """The optimiser of hosts and seeds."""
 
     kind: OptimiserKind = "sgd"
-    rate: float = 0.05
-    """Constant, then linear to 10 % over the last third of the episode."""
+    rate: float = 0.05  # constant, then linear to 10 % over the last third of the episode
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    clip_norm: float = 1.0
-    """For the host and for each seed separately."""
+    clip_norm: float = 1.0  # for the host and for each seed separately
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OptimiserKind):
@@ -52,23 +51,18 @@ class Task:
     build_host: Callable[[], Host]
     classes: int
     slot_ids: tuple[str, ...]
-    steps: int
-    """T: decisions in an episode."""
+    steps: int  # T: decisions in an episode
     batches_per_step: int
     batch: int
     validation_size: int
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    resolution: int | None = None
-    """Side to which images are averaged down; None: original size."""
+    resolution: int | None = None  # side to which images are averaged down; None: original size
     train_size: int | None = None
-    shift: int = 0
-    """Augmentation: pixels by which training images may move."""
+    shift: int = 0  # augmentation: pixels by which training images may move
     flip: bool = False
     calibration_size: int = 512
-    defects: tuple[Defect, ...] = ("none",)
-    """Possible defects of a host; each host draws one."""
-    budget: int | None = None
-    """Parameters that may be grown; None: four times the host."""
+    defects: tuple[Defect, ...] = ("none",)  # possible ones; each host draws its own
+    budget: int | None = None  # parameters that may be grown; None: four times the host
 
     def __post_init__(self) -> None:
         for name in ("classes", "steps", "batches_per_step", "batch", "validation_size", "calibration_size"):
@@ -117,13 +111,27 @@ class Task:
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = self.build_host()
         reset_parameters(host, derive_seed(seed, "host"))
-        _apply_defect(host, self.defect_of(seed), self.slot_ids[0])
+        defect = self.defect_of(seed)
+        if defect == "none":
+            return host
+        if not isinstance(host, CNNHost):
+            raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
+        host.blind()
+        if defect == "blind_first_slot_cut":
+            # What grows in the first slot (and before its pool) does not reach the rest of the network.
+            host.conductance[: host.slot_index(self.slot_ids[0]) + 1] = 0
         return host
+
+    def make_model(self, host: Host, seed: int, isolation: Isolation, config: LifecycleConfig) -> MorphogeneticModel:
+        """A model that grows this host; its seeds are a pure function of `seed`."""
+        rng_seed, budget = derive_seed(seed, "seeds"), self.parameter_budget
+        return MorphogeneticModel(
+            host, self.slot_ids, isolation=isolation, config=config, budget=budget, rng_seed=rng_seed
+        )
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
         """The data set, loaded once and shared between callers."""
-        sizes = {"validation_size": self.validation_size, "train_size": self.train_size, "resolution": self.resolution}
-        return load(self.dataset, data_dir=data_dir, **sizes)
+        return load(self.dataset, self.validation_size, self.train_size, self.resolution, data_dir)
 
     def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
         """The data on a device, ready to draw minibatches from."""
@@ -136,17 +144,6 @@ class Task:
         block = self.slot_config.slots[0].resolution
         assert block is not None, "hosts of text state their block as the resolution of their slots"
         return TextBatches(data, self.batch, block, device=device)
-
-
-def _apply_defect(host: Host, defect: Defect, first_slot: str) -> None:
-    if defect == "none":
-        return
-    if not isinstance(host, CNNHost):
-        raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
-    host.blind()
-    if defect == "blind_first_slot_cut":
-        # What grows in the first slot (and before its pool) does not reach the rest of the network.
-        host.conductance[: host.slot_index(first_slot) + 1] = 0
 
 
 class TaskRegistry:
@@ -262,6 +259,7 @@ for _task in (
 
 
 GAINS_FILE = Path(__file__).parent / "task_gains.json"
+GAIN_KEYS = ("slot", "blueprint", "parameters", "gain", "deviation")
 
 
 class Gain(NamedTuple):
@@ -287,17 +285,12 @@ class HostGains(NamedTuple):
         return max((gain for gain in self.gains if gain.slot_id == slot_id), key=lambda gain: gain.points)
 
 
-@lru_cache(maxsize=1)
-def _published() -> dict[str, tuple[HostGains, ...]]:
-    def host_gains(defect: str, figures: dict[str, Any]) -> HostGains:  # Any: parsed JSON
-        keys = ("slot", "blueprint", "parameters", "gain", "deviation")
-        gains = tuple(Gain(*(cell[key] for key in keys)) for cell in figures["cells"])
-        return HostGains(defect, figures["host_accuracy"], figures["repeats"], gains)
-
-    tasks = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
-    return {name: tuple(host_gains(*item) for item in task["hosts"].items()) for name, task in tasks.items()}
-
-
+@cache
 def published_gains(task: str) -> tuple[HostGains, ...]:
     """The measured gains of a task, one entry per defect; empty if it was not measured."""
-    return _published().get(task, ())
+    tasks = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
+    by_defect = []
+    for defect, figures in tasks.get(task, {"hosts": {}})["hosts"].items():
+        gains = tuple(Gain(*(cell[key] for key in GAIN_KEYS)) for cell in figures["cells"])
+        by_defect.append(HostGains(defect, figures["host_accuracy"], figures["repeats"], gains))
+    return tuple(by_defect)

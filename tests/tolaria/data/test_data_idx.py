@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data.readers import FASHION_MNIST_CLASSES, FASHION_MNIST_FILES, read_idx, read_idx_set
+from esper.tolaria.data.readers import FASHION_CLASSES, FASHION_FILES, read_idx, read_idx_set
 
 IMAGES = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
 
@@ -80,9 +80,9 @@ def test_the_real_fashion_mnist(real_data: Path) -> None:
     folder = real_data / "fashion_mnist"
     if not folder.is_dir():
         pytest.skip(f"no fashion_mnist in {real_data}")
-    arrays = read_idx_set(folder, FASHION_MNIST_FILES, FASHION_MNIST_CLASSES)
+    arrays = read_idx_set(folder, FASHION_FILES, FASHION_CLASSES)
     assert arrays.train.images.shape == (60_000, 1, 28, 28)
     assert arrays.test.images.shape == (10_000, 1, 28, 28)
     assert np.bincount(arrays.train.labels).tolist() == [6_000] * 10
     assert np.bincount(arrays.test.labels).tolist() == [1_000] * 10
-    assert FASHION_MNIST_CLASSES[arrays.train.labels[0]] == "Ankle boot"
+    assert FASHION_CLASSES[arrays.train.labels[0]] == "Ankle boot"

@@ -195,7 +195,7 @@ def test_archive_comes_before_directory(tmp_path: Path) -> None:
 def test_the_real_jpeg_copy(real_data: Path) -> None:
     if not (real_data / "cifar10_jpeg").is_dir():
         pytest.skip(f"no cifar10_jpeg in {real_data}")
-    data = load("cifar10_jpeg", data_dir=real_data)
+    data = load("cifar10_jpeg", data_dir=real_data, validation_size=2_000)
     assert data.name == "cifar10_jpeg"
     source = find_image_folder(real_data / "cifar10_jpeg", "cifar10-jpeg")
     assert source is not None

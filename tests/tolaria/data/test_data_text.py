@@ -39,7 +39,7 @@ def test_the_real_tiny_shakespeare(real_data: Path) -> None:
     path = real_data / "tinyshakespeare" / "input.txt"
     if not path.is_file():
         pytest.skip(f"no tinyshakespeare in {real_data}")
-    data = load("tinyshakespeare", data_dir=real_data)
+    data = load("tinyshakespeare", data_dir=real_data, validation_size=100_000)
     assert isinstance(data, TextData)
     assert len(data.vocabulary) == 65
     assert [len(part) for part in (data.train, data.validation, data.test)] == [915_394, 100_000, 100_000]
@@ -51,8 +51,8 @@ def test_the_real_tiny_shakespeare(real_data: Path) -> None:
     assert smaller.train.tolist() == ids[:10]
     assert smaller.validation.tolist() == ids[-100_500:-100_000]
     assert smaller.test.tolist() == ids[-100_000:]
-    for sizes in ({"train_size": 10**7}, {"validation_size": 10**7}):
+    for validation_size, train_size in ((500, 10**7), (10**7, None)):
         with pytest.raises(DataError, match="ask for fewer"):
-            load("tinyshakespeare", data_dir=real_data, **sizes)
+            load("tinyshakespeare", data_dir=real_data, validation_size=validation_size, train_size=train_size)
     with pytest.raises(BadValueError, match="no resolution"):
-        load("tinyshakespeare", data_dir=real_data, resolution=14)
+        load("tinyshakespeare", data_dir=real_data, validation_size=500, resolution=14)

@@ -17,10 +17,6 @@ class LabelledImages(NamedTuple):
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
 
-    def take(self, indices: NDArray[np.int64]) -> "LabelledImages":
-        """A copy of the samples at `indices`, in that order."""
-        return LabelledImages(self.images[indices], self.labels[indices])
-
 
 class ImageArrays(NamedTuple):
     """A published set: training images, test images, and class names in label order."""
@@ -36,9 +32,7 @@ def check_image_arrays(arrays: ImageArrays, where: object) -> ImageArrays:
         if images.ndim != 4 or images.dtype != np.uint8 or not len(images):
             raise DataError(f"{where}: expected uint8 {part} images (N, C, H, W); got {images.dtype} {images.shape}")
         if labels.shape != images.shape[:1] or labels.dtype != np.int64:
-            raise DataError(
-                f"{where}: expected {len(images)} int64 {part} labels; got {labels.dtype} {tuple(labels.shape)}"
-            )
+            raise DataError(f"{where}: expected {len(images)} int64 {part} labels; got {labels.dtype} {labels.shape}")
         if labels.min() < 0 or labels.max() >= (count := len(arrays.classes)):
             raise DataError(f"{where}: expected {part} labels in 0..{count - 1}; got {labels.min()}..{labels.max()}")
     train, test = (part.images.shape[1:] for part in arrays[:2])
@@ -55,8 +49,6 @@ def average_pool(images: NDArray[np.uint8], resolution: int) -> NDArray[np.uint8
         allowed = ", ".join(map(str, divisors)) if height == width else "none, as the images are not square"
         raise BadValueError(f"resolution {resolution} does not divide images of {height}×{width}; allowed: {allowed}")
     window = height // resolution
-    if window == 1:
-        return images
     windows = images.reshape(count, channels, resolution, window, resolution, window)
     pooled: NDArray[np.uint8] = np.rint(windows.sum(axis=(3, 5), dtype=np.uint32) / window**2).astype(np.uint8)
     return pooled
@@ -73,24 +65,15 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(mean.tolist()), tuple(deviation.tolist())
 
 
-SPLIT_SEED = 20240229
-"""The seed of every split: the validation set does not depend on the seed of a run."""
+SPLIT_SEED = 20240229  # of every split: the validation set does not depend on the seed of a run
 
 
 def stratified_split(
     labels: NDArray[np.int64], sizes: tuple[int, ...], rng_seed: int = SPLIT_SEED
 ) -> tuple[NDArray[np.int64], ...]:
-    """Disjoint index arrays of exactly `sizes` into `labels` (N,), with classes in proportion.
-
-    In each part every class has its proportional count rounded down or up. Each part is in random order.
-    """
-    if labels.ndim != 1 or any(size < 0 for size in sizes):
-        raise BadValueError(f"labels must have shape (N,), sizes must not be negative; got {labels.shape} and {sizes}")
-    if sum(sizes) > len(labels):
-        asked = " + ".join(map(str, sizes))
-        raise DataError(f"asked for {asked} = {sum(sizes)} samples out of {len(labels)}; ask for fewer")
-    draws = np.random.PCG64(rng_seed).random_raw(len(labels))
-    order = np.argsort(draws, kind="stable")
+    """Disjoint index arrays of exactly `sizes`, at most N in all, into `labels` (N,). In each part every class has its
+    proportional count rounded down or up. Each part is in random order."""
+    order = np.argsort(np.random.PCG64(rng_seed).random_raw(len(labels)), kind="stable")
     _, classes, class_counts = np.unique(labels[order], return_inverse=True, return_counts=True)
     counts = _allot(class_counts.tolist(), (*sizes, len(labels) - sum(sizes)))  # the last part is not returned
 
@@ -114,8 +97,7 @@ def _allot(class_counts: Sequence[int], sizes: Sequence[int]) -> list[list[int]]
     holders: list[list[int]] = [[] for _ in class_counts]  # the parts that round this class up
 
     def claim(part: int, visited: set[int]) -> bool:
-        by_remainder = sorted(range(len(class_counts)), key=lambda index: -remainders[part][index])
-        for index in by_remainder:
+        for index in sorted(range(len(class_counts)), key=lambda index: -remainders[part][index]):
             if not remainders[part][index] or index in visited or part in holders[index]:
                 continue
             visited.add(index)

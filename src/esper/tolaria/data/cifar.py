@@ -1,8 +1,7 @@
 """CIFAR-10's python archive, read without trusting it.
 
-The archive holds pickles, and unpickling runs what a pickle names. Here a pickle can name only the globals that a NumPy
-array is made of. Even those stand for inert records, so nothing out of the file is ever called: the arrays are built
-afterwards from the recorded shapes and bytes.
+Unpickling runs what a pickle names. Here a pickle can name only the globals that a NumPy array is made of. Even those
+stand for inert records, and the arrays are built from the recorded shapes and bytes, so nothing in the file is called.
 """
 
 import io
@@ -30,13 +29,8 @@ TEST_BATCH = "test_batch"
 META = "batches.meta"
 PIXELS = 3 * 32 * 32
 MAX_BATCH_BYTES = 64 << 20  # a batch has 31 MB
-GLOBALS = (
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "_codecs.encode",
-)
+RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+GLOBALS = (*RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
 
 # Values out of a pickle can be anything, hence Any in the signatures below.
@@ -90,7 +84,6 @@ def unpickle_plain(content: bytes, where: object) -> dict[str, Any]:
 
 
 def _read_batch(content: bytes, where: str, rows: int) -> LabelledImages:
-    """One batch: images (rows, 3, 32, 32) and labels (rows,)."""
     batch = unpickle_plain(content, where)
     data, labels = (np.asarray(batch.get(name)) for name in ("data", "labels"))
     if data.dtype != np.uint8 or data.shape != (rows, PIXELS):

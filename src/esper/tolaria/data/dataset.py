@@ -1,7 +1,6 @@
 """Data sets by name: images and labels, or character ids, as tensors in three parts.
 
-Validation samples are carved out of the published training samples, stratified and by one seeded rule for all runs.
-The published test samples stay as they are.
+Validation samples are carved out of the training samples, stratified and by one seeded rule for all runs.
 """
 
 import hashlib
@@ -17,20 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import BadValueError, DataError, UnknownNameError
+from esper.tolaria.data import readers
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, average_pool, channel_statistics, stratified_split
 from esper.tolaria.data.cifar import CIFAR10_FILE, read_cifar10
 from esper.tolaria.data.directory import RemoteFile, data_directory, locate
 from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
-from esper.tolaria.data.readers import (
-    FASHION_MNIST_CLASSES,
-    FASHION_MNIST_FILES,
-    MNIST_CLASSES,
-    MNIST_FILES,
-    TINYSHAKESPEARE_FILE,
-    read_digits,
-    read_idx_set,
-    read_text,
-)
 
 JPEG_STEM = "cifar10-jpeg"
 LOADED_SETS = 8  # cached per process; the largest has about 200 MB
@@ -48,15 +38,12 @@ class ImagePart(NamedTuple):
 class ImageData:
     """A set of images. Its tensors are shared between callers: copy before changing."""
 
-    name: str
-    """The set that was read; `cifar10_jpeg` if that copy replaces `cifar10`."""
+    name: str  # of the set that was read; `cifar10_jpeg` if that copy replaces `cifar10`
     train: ImagePart
     validation: ImagePart
     test: ImagePart
-    classes: tuple[str, ...]
-    """Names in the order of the labels."""
-    mean: tuple[float, ...]
-    """Of each channel over the training part, for pixels scaled to 0..1."""
+    classes: tuple[str, ...]  # in the order of the labels
+    mean: tuple[float, ...]  # of each channel over the training part, for pixels scaled to 0..1
     std: tuple[float, ...]
 
 
@@ -68,8 +55,7 @@ class TextData:
     train: Tensor
     validation: Tensor
     test: Tensor
-    vocabulary: tuple[str, ...]
-    """The characters that the ids index, sorted."""
+    vocabulary: tuple[str, ...]  # the characters that the ids index, sorted
 
 
 def _read_cifar10_jpeg(folder: Path) -> ImageArrays:
@@ -83,24 +69,21 @@ def _read_cifar10_jpeg(folder: Path) -> ImageArrays:
     return read_image_folder(source)
 
 
-class _ImageSource(NamedTuple):
-    files: tuple[RemoteFile, ...]
-    read: Callable[[Path], ImageArrays]
-    """From the folder of the set."""
-    validation_size: int = 2_000
-    """The default."""
-
-
-_IMAGE_SOURCES = {
-    "digits": _ImageSource((), lambda _: read_digits(), 400),
-    "mnist": _ImageSource(MNIST_FILES, lambda folder: read_idx_set(folder, MNIST_FILES, MNIST_CLASSES)),
-    "fashion_mnist": _ImageSource(
-        FASHION_MNIST_FILES, lambda folder: read_idx_set(folder, FASHION_MNIST_FILES, FASHION_MNIST_CLASSES)
-    ),
-    "cifar10": _ImageSource((CIFAR10_FILE,), lambda folder: read_cifar10(locate(CIFAR10_FILE, folder))),
-    "cifar10_jpeg": _ImageSource((), _read_cifar10_jpeg),
+# How each set of images is read from its folder.
+_IMAGE_READERS: dict[str, Callable[[Path], ImageArrays]] = {
+    "digits": lambda _: readers.read_digits(),
+    "mnist": lambda folder: readers.read_idx_set(folder, readers.MNIST_FILES, readers.MNIST_CLASSES),
+    "fashion_mnist": lambda folder: readers.read_idx_set(folder, readers.FASHION_FILES, readers.FASHION_CLASSES),
+    "cifar10": lambda folder: read_cifar10(locate(CIFAR10_FILE, folder)),
+    "cifar10_jpeg": _read_cifar10_jpeg,
 }
-DATASET_NAMES = (*_IMAGE_SOURCES, "tinyshakespeare")
+_FILES: dict[str, tuple[RemoteFile, ...]] = {
+    "mnist": readers.MNIST_FILES,
+    "fashion_mnist": readers.FASHION_FILES,
+    "cifar10": (CIFAR10_FILE,),
+    "tinyshakespeare": (readers.TINYSHAKESPEARE_FILE,),
+}
+DATASET_NAMES = (*_IMAGE_READERS, "tinyshakespeare")
 
 
 def is_present(name: str, data_dir: Path | str | None = None) -> bool:
@@ -108,36 +91,30 @@ def is_present(name: str, data_dir: Path | str | None = None) -> bool:
     name, directory = _resolve(name, data_dir)
     if name == "cifar10_jpeg":
         return find_image_folder(directory / name, JPEG_STEM) is not None
-    files = _IMAGE_SOURCES[name].files if name in _IMAGE_SOURCES else (TINYSHAKESPEARE_FILE,)
-    return all((directory / name / file.name).is_file() for file in files)
+    return all((directory / name / file.name).is_file() for file in _FILES.get(name, ()))
 
 
 def load(
     name: str,
-    *,
-    data_dir: Path | str | None = None,
-    validation_size: int | None = None,
+    validation_size: int,
     train_size: int | None = None,
     resolution: int | None = None,
+    data_dir: Path | str | None = None,
 ) -> ImageData | TextData:
     """Load a set by name, fetching missing files. Loaded sets are cached for the life of the process.
 
-    Sizes count images or characters. By default validation takes 400 digits, 2,000 images or 100,000 characters, and
-    training takes the rest. `resolution` averages square images down to that height. The validation set does not depend
-    on `train_size` or `resolution`.
+    Sizes count images or characters; by default training takes what validation leaves. `resolution` averages square
+    images down to that height. The validation set does not depend on `train_size` or `resolution`.
     """
     for field, size in (("validation_size", validation_size), ("train_size", train_size)):
         if size is not None and size < 1:
             raise BadValueError(f"{field} must be at least 1, not {size}")
     name, directory = _resolve(name, data_dir)
-    if name in _IMAGE_SOURCES:
-        size = _IMAGE_SOURCES[name].validation_size if validation_size is None else validation_size
-        return _load_images(name, directory / name, size, train_size, resolution)
+    if name in _IMAGE_READERS:
+        return _load_images(name, directory / name, validation_size, train_size, resolution)
     if resolution is not None:
         raise BadValueError(f"{name} is text and has no resolution; omit {resolution}")
-    return _load_text(
-        name, directory / name, TEST_CHARACTERS if validation_size is None else validation_size, train_size
-    )
+    return _load_text(name, directory / name, validation_size, train_size)
 
 
 def _resolve(name: str, data_dir: Path | str | None) -> tuple[str, Path]:
@@ -162,7 +139,7 @@ def _check_sizes(name: str, available: int, validation_size: int, train_size: in
 def _load_images(
     name: str, folder: Path, validation_size: int, train_size: int | None, resolution: int | None
 ) -> ImageData:
-    arrays = _IMAGE_SOURCES[name].read(folder)
+    arrays = _IMAGE_READERS[name](folder)
     available = len(arrays.train.labels)
     _check_sizes(name, available, validation_size, train_size)
     # Validation first and alone, so that it does not depend on the size of the training part.
@@ -177,15 +154,14 @@ def _load_images(
 
 
 def _image_part(samples: LabelledImages, indices: NDArray[np.int64], resolution: int | None) -> ImagePart:
-    images, labels = samples.take(indices)
-    if resolution is not None:
-        images = average_pool(images, resolution)
-    return ImagePart(torch.from_numpy(images), torch.from_numpy(labels))
+    images = samples.images[indices]
+    pooled = images if resolution is None else average_pool(images, resolution)
+    return ImagePart(torch.from_numpy(pooled), torch.from_numpy(samples.labels[indices]))
 
 
 @lru_cache(maxsize=LOADED_SETS)
 def _load_text(name: str, folder: Path, validation_size: int, train_size: int | None) -> TextData:
-    ids, vocabulary = read_text(locate(TINYSHAKESPEARE_FILE, folder))
+    ids, vocabulary = readers.read_text(locate(readers.TINYSHAKESPEARE_FILE, folder))
     # Contiguous, as neighbouring characters say a lot about each other. The test text is always the same: otherwise
     # the validation text of one run would be the test text of another.
     available = len(ids) - TEST_CHARACTERS

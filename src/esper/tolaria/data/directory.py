@@ -1,17 +1,13 @@
-"""The data directory: where the sets lie, how missing files are fetched, and how archives are read.
+"""The data directory, with a folder of original files per set; how missing files are fetched and archives are read.
 
-    data directory        given > ESPER_DATA > the user's cache
-    └── fashion_mnist/    one folder per set
-        └── *.gz          the original files, checked against their published checksums
-
-A file appears under its name complete and verified, or not at all.
+A file appears under its name complete and verified against its published checksum, or not at all.
 """
 
 import gzip
 import hashlib
+import io
 import os
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +19,7 @@ from typing import IO, Literal, cast
 
 from esper.leyline.errors import DataError
 from esper.leyline.progress import progress_bar
+from esper.storage.files import replace_file
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30.0
@@ -30,29 +27,25 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A published file: its name, its size and checksum, and the addresses to try in turn."""
+    """A published file: its size in bytes, its checksum in hexadecimal, and the addresses to try in turn."""
 
     name: str
     size: int
-    """Bytes."""
     algorithm: Literal["md5", "sha256"]
     digest: str
-    """Lower-case hexadecimal."""
     urls: tuple[str, ...]
 
 
 def user_cache() -> Path:
     """The folder for data in the user's cache. It need not exist yet."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification says to ignore a relative path.
-    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return root / "esper" / "data"
+    return (configured if configured.is_absolute() else Path.home() / ".cache") / "esper" / "data"
 
 
 def data_directory(given: Path | str | None = None) -> Path:
     """The absolute data directory: the given one, else ESPER_DATA, else the user's cache. It need not exist yet."""
-    chosen = given or os.environ.get("ESPER_DATA") or user_cache()
-    return Path(chosen).expanduser().resolve()
+    return Path(given or os.environ.get("ESPER_DATA") or user_cache()).expanduser().resolve()
 
 
 def prepare_folder(folder: Path) -> bool:
@@ -62,20 +55,6 @@ def prepare_folder(folder: Path) -> bool:
         return False
     folder.mkdir(parents=True, exist_ok=True)
     return True
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write to a temporary file, which is renamed to `path` if the block succeeds and removed if it fails."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a data directory is often shared
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def checksum(path: Path, algorithm: Literal["md5", "sha256"]) -> str:
@@ -112,44 +91,38 @@ def fetch(remote: RemoteFile, folder: Path) -> Path:
     failures = []
     for url in remote.urls:
         try:
-            with atomic_file(path) as file:
-                _download(url, remote, file)
+            replace_file(path, _download(url, remote))
             return path
         except (OSError, ValueError) as error:
             failures.append(f"{url} ({error})")
     raise DataError(f"{missing}; tried to fetch it from {'; '.join(failures)}; {_remedy(path)}")
 
 
-def _download(url: str, remote: RemoteFile, file: IO[bytes]) -> None:
-    """Copy the content of `url` into `file`; raises ValueError or OSError unless it is exactly `remote`."""
+def _download(url: str, remote: RemoteFile) -> bytes:
+    """The content of `url`; raises ValueError or OSError unless it is exactly `remote`."""
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    digest = hashlib.new(remote.algorithm, usedforsecurity=False)
-    size = 0
+    content = io.BytesIO()
+    request = Request(url, headers={"User-Agent": "esper"})  # some mirrors refuse urllib's own agent name
+    show = progress_bar(remote.name, remote.size, in_bytes=True)
     try:
-        # Some mirrors refuse urllib's own agent name.
-        request = Request(url, headers={"User-Agent": "esper"})
-        with (
-            urlopen(request, timeout=TIMEOUT_SECONDS) as response,
-            progress_bar(remote.name, remote.size, in_bytes=True) as advance,
-        ):
-            while size <= remote.size and (chunk := response.read(CHUNK_BYTES)):
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-                advance(len(chunk))
+        with urlopen(request, timeout=TIMEOUT_SECONDS) as response, show as advance:
+            while content.tell() <= remote.size and (chunk := response.read(CHUNK_BYTES)):
+                advance(content.write(chunk))
     except HTTPError as error:
         error.close()
         raise OSError(f"HTTP {error.code} {error.reason}") from error
     except HTTPException as error:
         raise OSError(f"broken answer: {error!r}") from error
-    if size != remote.size:
+    if (size := content.tell()) != remote.size:
         delivered = f"more than {remote.size}" if size > remote.size else str(size)
         raise ValueError(f"delivered {delivered} bytes instead of {remote.size}")
-    if digest.hexdigest() != remote.digest:
-        raise ValueError(f"delivered {remote.algorithm} {digest.hexdigest()} instead of {remote.digest}")
+    digest = hashlib.new(remote.algorithm, content.getbuffer(), usedforsecurity=False).hexdigest()
+    if digest != remote.digest:
+        raise ValueError(f"delivered {remote.algorithm} {digest} instead of {remote.digest}")
+    return content.getvalue()
 
 
 def _remedy(path: Path) -> str:
@@ -172,11 +145,8 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def archive_files(path: Path, wanted: Callable[[str], bool], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every file in the archive whose name is `wanted`, in archive order.
-
-    Raises DataError for a truncated or damaged archive and for names that lead out of it. A wanted file must be no
-    link, occur once, and have at most `max_bytes`.
-    """
+    """Name and content of every file in the archive whose name is `wanted`, in archive order. Such a file must be no
+    link, occur once, and have at most `max_bytes`. Raises DataError for damage and for names that lead out of it."""
     read = _zip_files if path.name.endswith(".zip") else _tar_files
     seen: set[str] = set()
     try:
@@ -200,8 +170,8 @@ def archive_files(path: Path, wanted: Callable[[str], bool], *, max_bytes: int) 
         raise DataError(f"{path} is truncated or damaged: {error or type(error).__name__}") from error
 
 
+# Name, size in bytes, and how to read the content; None for what is no file.
 Member = tuple[str, int, Callable[[], bytes | None]]
-"""Name, size in bytes, and how to read the content; None for what is no file."""
 
 
 def _tar_files(path: Path) -> Iterator[Member]:

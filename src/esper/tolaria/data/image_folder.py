@@ -1,7 +1,7 @@
 """Images in class folders, `train|test/<class>/<n>.jpg|png`, in an archive or unpacked.
 
-Decoding tens of thousands of files takes seconds, so the pixels are cached as one .npz file next to the source. If that
-folder is read-only, the file goes to the user's cache. Its name contains the checksum of the source.
+Decoding takes seconds, so the pixels are cached in a file that is named by the checksum of the source, next to it or,
+if that folder is read-only, in the user's cache.
 """
 
 import hashlib
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
 from esper.leyline.progress import progress_bar
+from esper.storage.files import replace_file
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, check_image_arrays
-from esper.tolaria.data.directory import SUFFIXES, archive_files, atomic_file, checksum, prepare_folder, user_cache
+from esper.tolaria.data.directory import SUFFIXES, archive_files, checksum, prepare_folder, user_cache
 
 PARTS = ("train", "test")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -107,9 +108,7 @@ def _decode(entries: Mapping[str, Path | bytes], source: Path) -> ImageArrays:
     return ImageArrays(parts[0], parts[1], tuple(classes))
 
 
-def _decode_image(
-    content: Path | bytes, where: str, shape: tuple[int, int, int] | None
-) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+def _decode_image(content: Path | bytes, where: str, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
     """Pixels (C, H, W) of one image, which must have `shape` if that is known."""
     from PIL import Image
 
@@ -144,9 +143,9 @@ def _write_cache(arrays: ImageArrays, paths: Sequence[Path]) -> None:
     content = {"classes": np.array(arrays.classes)}
     for part, (images, labels) in zip(PARTS, arrays[:2], strict=True):
         content |= {f"{part}_images": images, f"{part}_labels": labels}
+    file = BytesIO()
+    np.savez(file, **content)  # type: ignore[arg-type]  # its keywords are arrays, or one flag
     for path in paths:
         with suppress(OSError):  # a full disk, say: the pixels are decoded anyway
             if prepare_folder(path.parent):
-                with atomic_file(path) as file:
-                    np.savez(file, **content)  # type: ignore[arg-type]  # its keywords are arrays, or one flag
-                return
+                return replace_file(path, file.getvalue())

@@ -3,7 +3,6 @@
 import math
 import zlib
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,7 @@ MNIST_FILES = (
     _remote("t10k-images-idx3-ubyte.gz", 1_648_877, "9fb629c4189551a2d022fa330f9573f3", _MNIST_MIRRORS),
     _remote("t10k-labels-idx1-ubyte.gz", 4_542, "ec29112dd5afa0611ce80d1b7f02629c", _MNIST_MIRRORS),
 )
-FASHION_MNIST_FILES = (
+FASHION_FILES = (
     _remote("train-images-idx3-ubyte.gz", 26_421_880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", _FASHION_MIRRORS),
     _remote("train-labels-idx1-ubyte.gz", 29_515, "25c81989df183df01b3e8a0aad5dffbe", _FASHION_MIRRORS),
     _remote("t10k-images-idx3-ubyte.gz", 4_422_102, "bef4ecab320f06d8554ea6380940ec79", _FASHION_MIRRORS),
@@ -45,7 +44,7 @@ FASHION_MNIST_FILES = (
 )
 
 MNIST_CLASSES = tuple("0123456789")
-FASHION_MNIST_CLASSES = (
+FASHION_CLASSES = (
     *["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag"],
     "Ankle boot",
 )
@@ -55,26 +54,22 @@ def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
     """The values of an idx file of bytes with exactly that number of dimensions, gzipped or not; read-only."""
     try:
         with open_unpacked(path) as file:
-            return _parse_idx(file, path, dimensions)
+            expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), file.read(4)
+            if magic != expected:
+                raise DataError(
+                    f"{path}: expected an idx file of bytes with {dimensions} dimension(s), "
+                    f"magic {expected.hex()}; found {magic.hex() or 'nothing'}"
+                )
+            header = file.read(4 * dimensions)
+            if len(header) != 4 * dimensions:
+                raise DataError(f"{path}: expected {4 * dimensions} bytes of dimensions; found {len(header)}")
+            shape = tuple(int(size) for size in np.frombuffer(header, ">u4"))
+            size = math.prod(shape)
+            if size > MAX_BYTES:
+                raise DataError(f"{path}: expected at most {MAX_BYTES} values; the header announces {shape}")
+            values = file.read(size + 1)  # one more, to see the end: there gzip checks its CRC
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} is truncated or damaged: {error}") from error
-
-
-def _parse_idx(file: IO[bytes], path: Path, dimensions: int) -> NDArray[np.uint8]:
-    expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), file.read(4)
-    if magic != expected:
-        raise DataError(
-            f"{path}: expected an idx file of bytes with {dimensions} dimension(s), "
-            f"magic {expected.hex()}; found {magic.hex() or 'nothing'}"
-        )
-    header = file.read(4 * dimensions)
-    if len(header) != 4 * dimensions:
-        raise DataError(f"{path}: expected {4 * dimensions} bytes of dimensions; found {len(header)}")
-    shape = tuple(int(size) for size in np.frombuffer(header, ">u4"))
-    size = math.prod(shape)
-    if size > MAX_BYTES:
-        raise DataError(f"{path}: expected at most {MAX_BYTES} values; the header announces {shape}")
-    values = file.read(size + 1)  # one more, to see the end: there gzip checks its CRC
     if len(values) != size:
         raise DataError(f"{path}: expected {size} values for {shape}; found {'more' if values[size:] else len(values)}")
     return np.frombuffer(values, np.uint8).reshape(shape)
@@ -114,16 +109,13 @@ def read_text(path: Path) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
 
 
 def read_digits() -> ImageArrays:
-    """The digits as images (N, 1, 8, 8), values 0..16 scaled to 0..255; 1,400 for training, 397 for the test.
-
-    scikit-learn has one set; `stratified_split` draws the test part from it.
-    """
+    """The digits of scikit-learn, one set split here: (N, 1, 8, 8), values 0..16 scaled to 0..255."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     values = np.asarray(bunch.images, np.float64)[:, np.newaxis]  # (N, 1, 8, 8)
     labels = np.asarray(bunch.target, np.int64)
-    everything = LabelledImages(np.rint(values * 255 / 16).astype(np.uint8), labels)
-    train, test = stratified_split(labels, (len(labels) - DIGITS_TEST_SIZE, DIGITS_TEST_SIZE))
-    classes = tuple(str(name) for name in bunch.target_names)
-    return check_image_arrays(ImageArrays(everything.take(train), everything.take(test), classes), "digits")
+    images = np.rint(values * 255 / 16).astype(np.uint8)
+    parts = stratified_split(labels, (len(labels) - DIGITS_TEST_SIZE, DIGITS_TEST_SIZE))
+    train, test = (LabelledImages(images[part], labels[part]) for part in parts)
+    return ImageArrays(train, test, tuple(map(str, bunch.target_names)))
