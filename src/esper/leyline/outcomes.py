@@ -87,7 +87,7 @@ class SeedReport:
     parameters: int
     gradient_norm: float | None
     audition: Measurement | None
-    """Points of accuracy that the shadow row has over the main row (mean of the last two measurements)."""
+    """Points that the shadow row has over the main row (mean of the last two measurements)."""
     contribution: Measurement | None
     """Points of accuracy that the main row loses when this seed is silenced (mean of the last two)."""
     germinations: int

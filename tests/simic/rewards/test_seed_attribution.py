@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from esper.leyline import BadValueError
-from esper.simic.rewards import Coalition, Score, leave_one_out, sampled_shapley, shapley
-from esper.simic.rewards.attribution import ScoreCoalition, shapley_weights
+from esper.simic.rewards.attribution import (
+    Coalition,
+    Score,
+    ScoreCoalition,
+    leave_one_out,
+    sampled_shapley,
+    shapley,
+    shapley_weights,
+)
 
 
 def glove(coalition: Coalition) -> Score:

@@ -12,16 +12,16 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper.kasmina import MorphogeneticModel
-from esper.kasmina.compare import RowScore, score_row
+from esper.kasmina.compare import score_row
 from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement
 from esper.leyline.numbers import require_whole
@@ -51,6 +51,7 @@ class Score(NamedTuple):
 
 
 ScoreCoalition = Callable[[Coalition], Score]
+Method = Literal["leave-one-out", "exact", "sampled"]
 
 
 class Attribution(NamedTuple):
@@ -59,7 +60,7 @@ class Attribution(NamedTuple):
     seeds: tuple[Measurement, ...]
     together: Measurement
     """All seeds against none. Shapley values add up to it; leave-one-out values need not."""
-    method: Literal["leave-one-out", "exact", "sampled"]
+    method: Method
     evaluations: int
     """Coalitions that were scored"""
 
@@ -69,7 +70,7 @@ def leave_one_out(score: ScoreCoalition, seeds: int) -> Attribution:
     require_whole("seeds", seeds, 0)
     everyone = frozenset(range(seeds))
     weights: list[Weights] = [{everyone: 1.0, everyone - {seed}: -1.0} for seed in range(seeds)]
-    return _attribute(_Scores(score), weights, "leave-one-out")
+    return _attribute(score, weights, "leave-one-out")
 
 
 def shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
@@ -77,7 +78,7 @@ def shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: in
     require_whole("seeds", seeds, 0)
     if seeds > EXACT_UP_TO:
         return sampled_shapley(score, seeds, orders=orders, rng_seed=rng_seed)
-    return _attribute(_Scores(score), [shapley_weights(seed, seeds) for seed in range(seeds)], "exact")
+    return _attribute(score, [shapley_weights(seed, seeds) for seed in range(seeds)], "exact")
 
 
 def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
@@ -88,7 +89,7 @@ def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_
     require_whole("seeds", seeds, 1)
     if orders < 4 or orders % 2:
         raise BadValueError(f"orders {orders!r} is not an even number of 4 or more; each order comes with its reverse")
-    scores, generator = _Scores(score), random.Random(rng_seed)
+    score, generator = cache(score), random.Random(rng_seed)
     weights: list[dict[Coalition, float]] = [defaultdict(float) for _ in range(seeds)]
     pairs: list[list[float]] = [[] for _ in range(seeds)]  # mean marginal of an order and its reverse
     for _ in range(orders // 2):
@@ -99,10 +100,10 @@ def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_
                 without = frozenset(direction[:position])
                 weights[seed][without | {seed}] += 1 / orders
                 weights[seed][without] -= 1 / orders
-                marginals[seed] += (scores[without | {seed}].accuracy - scores[without].accuracy) / 2
+                marginals[seed] += (score(without | {seed}).accuracy - score(without).accuracy) / 2
         for seed, marginal in enumerate(marginals):
             pairs[seed].append(marginal)
-    result = _attribute(scores, weights, "sampled")
+    result = _attribute(score, weights, "sampled")
     errors = [math.hypot(seed.error, _standard_error(pair)) for seed, pair in zip(result.seeds, pairs, strict=True)]
     return result._replace(seeds=tuple(map(Measurement, (seed.value for seed in result.seeds), errors)))
 
@@ -124,31 +125,18 @@ def _standard_error(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-class _Scores(dict[Coalition, Score]):
-    """Scores each coalition once, on first use."""
-
-    def __init__(self, score: ScoreCoalition) -> None:
-        super().__init__()
-        self._score = score
-
-    def __missing__(self, coalition: Coalition) -> Score:
-        self[coalition] = self._score(coalition)
-        return self[coalition]
-
-
-def _attribute(
-    scores: _Scores, weights: Sequence[Weights], method: Literal["leave-one-out", "exact", "sampled"]
-) -> Attribution:
-    values = tuple(_weighted_sum(each, scores) for each in weights)
+def _attribute(score: ScoreCoalition, weights: Sequence[Weights], method: Method) -> Attribution:
+    cached = cache(score)
+    values = tuple(_weighted_sum(each, cached) for each in weights)
     whole: Weights = {frozenset(range(len(weights))): 1.0, frozenset(): -1.0}
-    together = _weighted_sum(whole, scores) if weights else Measurement(0.0, 0.0)
-    return Attribution(values, together, method, len(scores))
+    together = _weighted_sum(whole, cached) if weights else Measurement(0.0, 0.0)
+    return Attribution(values, together, method, cached.cache_info().currsize)
 
 
-def _weighted_sum(weights: Weights, scores: Mapping[Coalition, Score]) -> Measurement:
+def _weighted_sum(weights: Weights, score: ScoreCoalition) -> Measurement:
     """A weighted sum of scores with its standard error, paired over the images."""
-    value = sum(weight * scores[coalition].accuracy for coalition, weight in weights.items())
-    correct = [(weight, scores[coalition].correct) for coalition, weight in weights.items()]
+    value = sum(weight * score(coalition).accuracy for coalition, weight in weights.items())
+    correct = [(weight, score(coalition).correct) for coalition, weight in weights.items()]
     parts = [100.0 * weight * images.double() for weight, images in correct if images is not None]
     if len(parts) < len(weights) or parts[0].numel() < 2:
         return Measurement(value, 0.0)
@@ -172,12 +160,13 @@ def seeds_of_model(model: MorphogeneticModel, x: Tensor, targets: Tensor, calibr
     """The acting seeds of a model on these images; `calibration` are training inputs, as for `model.measure`."""
     slots = tuple(slot_id for slot_id, slot in model.seed_slots.items() if slot.state.stage in ACTIVE_STAGES)
 
-    def score(acting: Collection[str]) -> RowScore:
-        roles = {slot_id: Role.SILENT for slot_id in slots if slot_id not in acting}
+    def score(coalition: Coalition) -> Score:
+        roles = {slot_id: Role.SILENT for seed, slot_id in enumerate(slots) if seed not in coalition}
         with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
-            return score_row(model.body, x, targets, roles, calibration)
+            row = score_row(model.body, x, targets, roles, calibration)
+        return Score(row.accuracy, row.correct)
 
-    return _acting_seeds(slots, score)
+    return ActingSeeds(slots, score)
 
 
 def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) -> ActingSeeds:
@@ -191,22 +180,16 @@ def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) ->
     first = max(0, min(env, len(everyone) - LEAST_PART))
     envs = everyone[first : first + LEAST_PART]
 
-    def score(acting: Collection[str]) -> RowScore:
+    def score(coalition: Coalition) -> Score:
+        acting = {slots[seed] for seed in coalition}
         with memory_guard(fleet, "scoring coalitions"):
             fleet.update_plan()
             rows = deployed_rows(fleet, envs)
             acts = {slot: [act for act in acts if act.bank.slot.slot_id in acting] for slot, acts in rows.acts.items()}
-            return score_rows(fleet, replace(rows, acts=acts), samples, calibration)[envs.index(env)]
-
-    return _acting_seeds(slots, score)
-
-
-def _acting_seeds(slots: tuple[str, ...], score: Callable[[Collection[str]], RowScore]) -> ActingSeeds:
-    def score_numbered(coalition: Coalition) -> Score:
-        row = score([slots[seed] for seed in coalition])
+            row = score_rows(fleet, replace(rows, acts=acts), samples, calibration)[envs.index(env)]
         return Score(row.accuracy, row.correct)
 
-    return ActingSeeds(slots, score_numbered)
+    return ActingSeeds(slots, score)
 
 
 Suspicion = Literal["hacking", "ransomware"]

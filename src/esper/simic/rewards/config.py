@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from esper.leyline import DEFAULT_GAMMA, RHO, BadValueError, EsperError, LifecycleOp, UnknownNameError
+from esper.leyline import DEFAULT_GAMMA, RHO, BadValueError, EsperError, UnknownNameError
 from esper.leyline.numbers import require_positive, require_share, require_whole
 
 Family = Literal["paired", "shaped", "simplified", "sparse", "minimal", "loss"]
@@ -30,17 +30,14 @@ LOSS_POINTS = 100.0
 class GammaMismatchError(EsperError, ValueError):
     """Shaping and trainer discount differently, so that shaping would change the optimal policy."""
 
-    def __init__(self, reward_gamma: float, trainer_gamma: float) -> None:
-        super().__init__(
-            f"the reward's gamma {reward_gamma!r} is not the trainer's gamma {trainer_gamma!r}; "
-            "shaping preserves the optimal policy only if they are equal: set reward.gamma and ppo.gamma alike"
-        )
-
 
 def check_gamma(reward_gamma: float, trainer_gamma: float) -> None:
     """Raise unless the two are equal. Trainers call it before their first step."""
     if reward_gamma != trainer_gamma:
-        raise GammaMismatchError(reward_gamma, trainer_gamma)
+        raise GammaMismatchError(
+            f"the reward's gamma {reward_gamma!r} is not the trainer's gamma {trainer_gamma!r}; "
+            "shaping preserves the optimal policy only if they are equal: set reward.gamma and ppo.gamma alike"
+        )
 
 
 @dataclass(frozen=True)
@@ -129,23 +126,9 @@ class RewardConfig:
 
     @property
     def op_costs(self) -> tuple[float, ...]:
-        """Cost of each op, by its value."""
-        return tuple(float(getattr(self, OP_COSTS[op])) if op in OP_COSTS else 0.0 for op in LifecycleOp)
-
-    @property
-    def prune_bound(self) -> float:
-        """The highest cost of pruning one seed, besides its op."""
-        return PRUNE_CAP + self.young_cost * YOUNG_AGE
-
-
-OP_COSTS = {
-    LifecycleOp.GERMINATE: "germinate_cost",
-    LifecycleOp.SET_ALPHA_TARGET: "set_alpha_cost",
-    LifecycleOp.PRUNE: "prune_cost",
-    LifecycleOp.FOSSILIZE: "fossilize_cost",
-    LifecycleOp.ADVANCE: "advance_cost",
-}
-"""The setting that holds the cost of an op."""
+        """Cost of each op, in the order of `LifecycleOp`."""
+        changes = (self.germinate_cost, self.set_alpha_cost, self.prune_cost)
+        return (0.0, *changes, self.fossilize_cost, self.advance_cost)
 
 
 def _require_amounts(config: DetectorLimits | RewardConfig) -> None:

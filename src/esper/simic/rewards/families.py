@@ -150,7 +150,7 @@ def indecision_cost(config: RewardConfig, inputs: RewardInputs) -> Tensor:
 
 
 def prune_cost(config: RewardConfig, inputs: RewardInputs) -> Tensor:
-    """Pruning a useful seed, or one too young to judge; at most `prune_bound`. Pruning a harmful one is free."""
+    """Pruning a useful seed, or one too young to judge; bounded. Pruning a harmful one is free."""
     useful = (config.prune_slope * measured_points(inputs.before).clamp_min(0)).clamp_max(PRUNE_CAP)
     return young_prune_cost(config, inputs) - torch.where(_pruned(inputs), useful, 0.0).sum(-1)
 

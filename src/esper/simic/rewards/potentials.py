@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, SeedStage
 from esper.tamiyo.signals import Measured, SlotView
 
 SHAPING = "shaping"
@@ -74,24 +73,8 @@ class Rewarded(NamedTuple):
         return torch.where(sizes > 0, self.parts[SHAPING].abs() / torch.where(sizes > 0, sizes, 1.0), 0.0)
 
 
-STAGE_POTENTIALS: dict[SeedStage, float] = {
-    SeedStage.DORMANT: 0.0,
-    SeedStage.GERMINATED: 1.0,
-    SeedStage.TRAINING: 2.0,
-    SeedStage.BLENDING: 3.5,
-    SeedStage.HOLDING: 5.5,
-    SeedStage.FOSSILIZED: 6.0,
-    SeedStage.PRUNED: 0.0,
-    SeedStage.EMBARGOED: 0.0,
-    SeedStage.RESETTING: 0.0,
-}
-
-
-def relative_loss(loss: Tensor, random_guess_loss: float) -> Tensor:
-    """A loss in units of the task's random-guess loss."""
-    if not random_guess_loss > 0:
-        raise BadValueError(f"random_guess_loss {random_guess_loss!r} is not above 0")
-    return loss.double() / random_guess_loss
+STAGE_POTENTIALS = (0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0, 0.0)
+"""By stage, in the order of `SeedStage`; it never falls on the way to a fossil."""
 
 
 def shaping(before: Tensor, after: Tensor, ends: Tensor, gamma: float) -> Tensor:
@@ -100,9 +83,8 @@ def shaping(before: Tensor, after: Tensor, ends: Tensor, gamma: float) -> Tensor
 
 
 def stage_potential(stage: Tensor) -> Tensor:
-    """Sum of the stages' potentials over **all** slots, (N, S) → (N,); it never falls on the way to a fossil."""
-    table = torch.tensor([STAGE_POTENTIALS[s] for s in SeedStage], dtype=torch.float64, device=stage.device)
-    return table[stage].sum(-1)
+    """Sum of the stages' potentials over **all** slots, (N, S) → (N,)."""
+    return torch.tensor(STAGE_POTENTIALS, dtype=torch.float64, device=stage.device)[stage].sum(-1)
 
 
 def is_measured(contribution: Measured, alpha: Tensor) -> Tensor:
