@@ -13,11 +13,15 @@ class Advance(Protocol):
     def __call__(self, amount: int, words: str = "") -> None: ...
 
 
+def ignore(amount: int, words: str = "") -> None:
+    """Show nothing."""
+
+
 @contextmanager
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
     """Show a bar on stderr while the block runs, and yield the function that advances it."""
     if not shown or not sys.stderr.isatty() or find_spec("rich") is None:
-        yield lambda amount, words="": None
+        yield ignore
         return
     from rich import progress
     from rich.console import Console

@@ -13,22 +13,28 @@ writes the same as one that never stopped. The third holds what depends on the c
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from esper.leyline.records import encode
+from esper.leyline.records import Json, encode
 
-Json = Any  # parsed JSON, or what will become JSON
+Severity = Literal["info", "warning", "critical"]
 
 
 @dataclass(frozen=True)
-class StageChanged:
-    """A seed changed its stage."""
+class HostEvent:
+    """Something that happened to one host in one step."""
 
-    kind: ClassVar[str] = "stage"
     round: int
     task: str
     step: int
     env: int
+
+
+@dataclass(frozen=True)
+class StageChanged(HostEvent):
+    """A seed changed its stage."""
+
+    kind: ClassVar[str] = "stage"
     slot: str
     blueprint: str | None
     source: str
@@ -37,26 +43,18 @@ class StageChanged:
 
 
 @dataclass(frozen=True)
-class Panicked:
+class Panicked(HostEvent):
     """The governor restored a host's snapshot."""
 
     kind: ClassVar[str] = "panic"
-    round: int
-    task: str
-    step: int
-    env: int
     symptoms: list[str]
 
 
 @dataclass(frozen=True)
-class SeedSuspected:
+class SeedSuspected(HostEvent):
     """A seed became a suspect: it looks better than it is."""
 
     kind: ClassVar[str] = "suspect"
-    round: int
-    task: str
-    step: int
-    env: int
     slot: str
     suspicion: Literal["hacking", "ransomware"]
     severity: Literal["warning", "critical"]
@@ -93,11 +91,11 @@ class EpisodeEnded:
 
 @dataclass(frozen=True)
 class AlarmRaised:
-    """An alarm began or ended."""
+    """An alarm began or ended: a problem, or its end."""
 
     kind: ClassVar[str] = "alarm"
     alarm: str
-    severity: Literal["info", "warning", "critical"]
+    severity: Severity
     round: int
     subject: str
     """The head or the part of the LSTM; empty if the alarm is about the whole"""
@@ -105,6 +103,7 @@ class AlarmRaised:
     value: float
     limit: float | None
     cause: str
+    """A sentence with value and limit"""
     remedy: str
 
     @property
@@ -165,15 +164,10 @@ class RunBegun:
 
 
 @dataclass(frozen=True)
-class RunResumed:
+class RunResumed(RunBegun):
     """A process resumed a run."""
 
     kind: ClassVar[str] = "resumed"
-    time: str
-    round: int
-    rounds: int
-    machine: Mapping[str, Json]
-    git: str | None
     remarks: list[str]
     """What has changed since: damaged checkpoints, another machine"""
 

@@ -15,7 +15,6 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
-from types import TracebackType
 from typing import Protocol
 
 from esper.nissa.events import Event
@@ -160,7 +159,5 @@ class Hub(AbstractContextManager["Hub"]):
             self._warned += 1
             warnings.warn(f"training continues without a sink: {failure}", RuntimeWarning, stacklevel=3)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

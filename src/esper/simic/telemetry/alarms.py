@@ -1,14 +1,14 @@
-"""Alarms: their thresholds, the facts of a round, readings with a verdict, and the record of an alarm."""
+"""Alarms: their thresholds, the facts of a round, and readings with a verdict."""
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from esper.leyline import BadValueError
 from esper.simic.telemetry.examination import RatioReport
 from esper.simic.telemetry.measurements import GradientReport, LstmHealth
 
-Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["bad", "between", "healthy"]
 """*between* neither raises an alarm nor helps to end it."""
 
@@ -94,26 +94,6 @@ class RoundFacts:
         return count / self.episodes if count is not None and self.episodes else None
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """The beginning or the end of a problem."""
-
-    kind: str
-    severity: Severity
-    round: int
-    subject: str
-    """The head or the part of the LSTM; empty if the alarm is about the whole"""
-    ended: bool
-    value: float
-    limit: float | None
-    cause: str
-    """A sentence with value and limit"""
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"round {self.round}: {self.kind}: {self.cause}" + (f"; {self.remedy}" if self.remedy else "")
-
-
 class Reading(NamedTuple):
     """One quantity and its verdict."""
 
@@ -129,21 +109,20 @@ class Reading(NamedTuple):
         return f"the {self.quantity} is {self.value:.3g}{limit}"
 
 
-def above(quantity: str, value: float | None, limit: float, subject: str = "", remark: str = "") -> list[Reading]:
-    """A reading that is bad above the limit and healthy up to limit / BAND."""
+def above(
+    quantity: str, value: float | None, limit: float, subject: str = "", remark: str = "", *, inverted: bool = False
+) -> list[Reading]:
+    """A reading that is bad above the limit, or below it if inverted. It is healthy beyond the limit by BAND."""
     if value is None or math.isnan(value):
         return []
-    verdict: Verdict = "bad" if value > limit else "healthy" if value <= limit / BAND else "between"
-    return [Reading(quantity, verdict, value, limit, subject, remark)]
+    bad, healthy = value > limit, value <= limit / BAND
+    if inverted:
+        bad, healthy = value < limit, value >= (limit * BAND if limit > 0 else limit / BAND)
+    return [Reading(quantity, "bad" if bad else "healthy" if healthy else "between", value, limit, subject, remark)]
 
 
-def below(quantity: str, value: float | None, limit: float, subject: str = "", remark: str = "") -> list[Reading]:
-    """A reading that is bad below the limit and healthy above it by a factor of BAND."""
-    if value is None or math.isnan(value):
-        return []
-    healthy = limit * BAND if limit > 0 else limit / BAND
-    verdict: Verdict = "bad" if value < limit else "healthy" if value >= healthy else "between"
-    return [Reading(quantity, verdict, value, limit, subject, remark)]
+below = partial(above, inverted=True)
+"""A reading that is bad below the limit."""
 
 
 def flag(quantity: str, bad: bool, value: float, limit: float | None, remark: str = "") -> list[Reading]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from esper.nissa.events import Severity
 from esper.simic.agent import PPOUpdateMetrics
-from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts, Severity, above, below, flag
+from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts, above, below, flag
 from esper.simic.telemetry.examination import JOINT
 
 GRADIENT_LOW = 2e-3
@@ -70,18 +71,14 @@ def broken_metrics(evidence: Evidence) -> list[Reading]:
     for name, value in evidence.metrics.flat().items():
         field = name.rpartition("/")[2]
         exploded = field == "joint_ratio_max" and value == math.inf
-        if (
-            not math.isfinite(value)
-            and not exploded
-            and field not in ("pre_clip_grad_norm", "clip_factor", "grad_norm")
-        ):
+        gradient = field in ("pre_clip_grad_norm", "clip_factor", "grad_norm")
+        if not math.isfinite(value) and not exploded and not gradient:
             broken.append(name)
     remark = f": {', '.join(broken)}" if broken else ""
     return above("number of metrics that are not finite", len(broken), 0, remark=remark)
 
 
 def broken_gradients(evidence: Evidence) -> list[Reading]:
-    """Minibatches with a gradient that is not finite."""
     count, report = evidence.metrics.minibatches_not_finite, evidence.facts.gradients
     modules = report.not_finite if report is not None else ()
     remark = f", in {', '.join(modules)}" if modules else ""
@@ -89,16 +86,14 @@ def broken_gradients(evidence: Evidence) -> list[Reading]:
 
 
 def high_ratio(evidence: Evidence) -> list[Reading]:
-    """The largest joint ratio."""
     report = evidence.facts.ratios
-    remark = f"; {report.exploded.get(JOINT, 0)} exploded" if report is not None else ""
+    remark = "" if report is None else f"; {report.exploded.get(JOINT, 0)} exploded"
     return above("largest joint ratio", evidence.metrics.joint_ratio_max, evidence.limits.ratio_high, remark=remark)
 
 
 def low_ratio(evidence: Evidence) -> list[Reading]:
-    """The smallest joint ratio."""
     report = evidence.facts.ratios
-    remark = f"; {report.vanished.get(JOINT, 0)} vanished" if report is not None else ""
+    remark = "" if report is None else f"; {report.vanished.get(JOINT, 0)} vanished"
     return below("smallest joint ratio", evidence.metrics.joint_ratio_min, evidence.limits.ratio_low, remark=remark)
 
 
@@ -127,7 +122,6 @@ def entropies(evidence: Evidence) -> Iterator[Reading]:
 
 
 def advantage_floor(evidence: Evidence) -> list[Reading]:
-    """Whether the floor of the advantages' deviation binds."""
     floored, std = evidence.metrics.advantage_floored, evidence.metrics.advantage_std
     return flag("deviation of the advantages", floored, std, None, " under its floor" if floored else "")
 
@@ -142,7 +136,6 @@ def small_gradients(evidence: Evidence) -> Iterator[Reading]:
 
 
 def large_gradient(evidence: Evidence) -> list[Reading]:
-    """The global norm, if it is finite."""
     norm, limit = evidence.metrics.pre_clip_grad_norm, evidence.limits.gradient_high * evidence.clip_norm
     return above("gradient norm", norm if math.isfinite(norm) else None, limit)
 
@@ -214,7 +207,7 @@ RULES = (
         "critical",
         "the joint KL of a minibatch exceeds {kl_extreme}",
         "the policy has jumped: start from the checkpoint before this round with a lower learning rate",
-        lambda evidence: above("joint KL", joint_kl(evidence.metrics), evidence.limits.kl_extreme),
+        lambda e: above("joint KL", joint_kl(e.metrics), e.limits.kl_extreme),
     ),
     Rule(
         "entropy_collapse",
@@ -229,17 +222,17 @@ RULES = (
         "warning",
         "the value loss exceeds {value_loss} times the returns' variance",
         "check this round for rewards of another scale; a Huber loss limits their effect",
-        lambda evidence: above("value loss", evidence.metrics.value_loss, evidence.limits.value_loss),
+        lambda e: above("value loss", e.metrics.value_loss, e.limits.value_loss),
     ),
     Rule(
         "value_misleads",
         "warning",
         "the explained variance falls below {explained_variance}",
         "advantages are worse than without a critic: lower the learning rate, or check that the critic's inputs vary",
-        lambda evidence: below(
+        lambda e: below(
             "explained variance",
-            evidence.metrics.explained_variance if evidence.metrics.return_std > 0 else None,
-            evidence.limits.explained_variance,
+            e.metrics.explained_variance if e.metrics.return_std > 0 else None,
+            e.limits.explained_variance,
         ),
         patience=3,
     ),
@@ -271,9 +264,7 @@ RULES = (
         "warning",
         "the norm of the heads' gradients before clipping differs from its exponential mean by a factor of {drift}",
         "compare rewards, observations and hosts with those of earlier rounds",
-        lambda evidence: above(
-            "factor between the norm of the heads' gradients and its usual one", evidence.drift, evidence.limits.drift
-        ),
+        lambda e: above("factor between the norm of the heads' gradients and its usual one", e.drift, e.limits.drift),
         patience=3,
     ),
     Rule(
@@ -281,7 +272,7 @@ RULES = (
         "critical",
         "the policy's hidden state contains a NaN or an infinity",
         "return to the last good checkpoint; check this round's observations",
-        lambda evidence: above("number of NaN and infinities in the hidden state", evidence.lstm("faults"), 0),
+        lambda e: above("number of NaN and infinities in the hidden state", e.lstm("faults"), 0),
     ),
     Rule(
         "lstm_extreme",
@@ -289,9 +280,9 @@ RULES = (
         "the cells' root mean square exceeds {lstm_rms}, or the share of saturated hidden values exceeds "
         f"{LSTM_SATURATED:g}",
         "the hidden state no longer changes: lower the learning rate, or check for observations far out of range",
-        lambda evidence: [
-            *above("root mean square of the LSTM's cells", evidence.lstm("cell_rms"), evidence.limits.lstm_rms, "cell"),
-            *above("share of saturated hidden values", evidence.lstm("saturated_share"), LSTM_SATURATED, "hidden"),
+        lambda e: [
+            *above("root mean square of the LSTM's cells", e.lstm("cell_rms"), e.limits.lstm_rms, "cell"),
+            *above("share of saturated hidden values", e.lstm("saturated_share"), LSTM_SATURATED, "hidden"),
         ],
     ),
     Rule(
@@ -299,14 +290,14 @@ RULES = (
         "warning",
         f"the share of units that are silent in every env exceeds {LSTM_DEAD:g}",
         "check that the hidden state is passed from step to step and that observations vary",
-        lambda evidence: above("share of silent LSTM units", evidence.lstm("dead_share"), LSTM_DEAD),
+        lambda e: above("share of silent LSTM units", e.lstm("dead_share"), LSTM_DEAD),
     ),
     Rule(
         "behaviour_gap",
         "warning",
         "log-probabilities differ by more than {behaviour_gap} between collection and update",
         "stored observations, masks or hidden states differ from those acted on; above 0.01 the update refuses",
-        lambda evidence: above("behaviour gap", evidence.metrics.behaviour_gap, evidence.limits.behaviour_gap),
+        lambda e: above("behaviour gap", e.metrics.behaviour_gap, e.limits.behaviour_gap),
     ),
     Rule(
         "too_few_commits",
@@ -314,7 +305,7 @@ RULES = (
         "the share of episodes that commit a seed falls below {commits}, with "
         f"{GERMINATIONS:g} or more germinations per episode",
         "seeds germinate and none stays: check gates, contributions and rent; expected where growth cannot pay",
-        lambda evidence: growth(evidence, report_idle=False),
+        lambda e: growth(e, report_idle=False),
         patience=3,
     ),
     Rule(
@@ -322,7 +313,7 @@ RULES = (
         "info",
         f"fewer than {GERMINATIONS:g} seeds per episode are germinated, and hardly any is committed",
         "expected if the host needs nothing; otherwise raise exploration or lower the bias towards WAIT",
-        lambda evidence: growth(evidence, report_idle=True),
+        lambda e: growth(e, report_idle=True),
         patience=3,
     ),
     Rule(
@@ -330,23 +321,21 @@ RULES = (
         "warning",
         "the share of acting seeds that contribute far more than their hosts have gained exceeds {suspects}",
         "check whether the reward pays for contribution without a gain over the control",
-        lambda evidence: suspects(evidence, "reward hacking", evidence.facts.hacking, evidence.facts.worst_hacking),
+        lambda e: suspects(e, "reward hacking", e.facts.hacking, e.facts.worst_hacking),
     ),
     Rule(
         "ransomware",
         "critical",
         "the share of acting seeds that a host depends on without having gained anything exceeds {suspects}",
         "hosts depend on seeds that do not help them: pay only for the gain over the control",
-        lambda evidence: suspects(evidence, "ransomware", evidence.facts.ransomware, evidence.facts.worst_ransomware),
+        lambda e: suspects(e, "ransomware", e.facts.ransomware, e.facts.worst_ransomware),
     ),
     Rule(
         "panics",
         "warning",
         "the governor panics more than {panics} times per episode",
         "hosts diverge: check the panics' symptoms and the hosts' learning rate",
-        lambda evidence: above(
-            "number of panics per episode", evidence.facts.per_episode(evidence.facts.panics), evidence.limits.panics
-        ),
+        lambda e: above("number of panics per episode", e.facts.per_episode(e.facts.panics), e.limits.panics),
     ),
 )
 """All alarms, in the order in which they are reported."""
