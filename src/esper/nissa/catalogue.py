@@ -20,16 +20,12 @@ class Metric:
     """One number, or one for each choice of the words in brackets."""
 
     name: str
-    unit: str
-    """Empty for a pure number"""
+    unit: str  # empty for a pure number
     meaning: str
-    low: float | None = None
-    """Lower end of the healthy range, included; None if there is none"""
+    low: float | None = None  # lower end of the healthy range, included; None if there is none
     high: float | None = None
-    remark: str = ""
-    """What is healthy, if a range does not say it"""
-    always: bool = True
-    """Whether every round has it"""
+    remark: str = ""  # what is healthy, if a range does not say it
+    always: bool = True  # whether every round has it
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:

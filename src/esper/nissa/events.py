@@ -24,6 +24,7 @@ Severity = Literal["info", "warning", "critical"]
 class HostEvent:
     """Something that happened to one host in one step."""
 
+    kind: ClassVar[str]
     round: int
     task: str
     step: int
@@ -58,10 +59,8 @@ class SeedSuspected(HostEvent):
     slot: str
     suspicion: Literal["hacking", "ransomware"]
     severity: Literal["warning", "critical"]
-    contribution: float
-    """Points that the host would lose without the seed"""
-    gain: float
-    """Points that the host has over its control"""
+    contribution: float  # points that the host would lose without the seed
+    gain: float  # points that the host has over its control
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,13 @@ class EpisodeEnded:
     gain: float
     accuracy: float
     added_parameters: int
-    accuracies: list[float]
-    """After every step"""
+    accuracies: list[float]  # after every step
     control_accuracies: list[float]
-    alphas: dict[str, list[float]]
-    """By slot, if a seed ever acted in it"""
+    alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it
     decisions: dict[str, list[Json]]
     """By column: the steps that did not wait, and the choice of every head"""
-    rewards: list[float | str]
-    """After every step; numbers that are not finite as words"""
-    reward_parts: dict[str, float | str]
-    """Summed over the episode"""
+    rewards: list[float | str]  # after every step; numbers that are not finite as words
+    reward_parts: dict[str, float | str]  # summed over the episode
 
 
 @dataclass(frozen=True)
@@ -97,13 +92,11 @@ class AlarmRaised:
     alarm: str
     severity: Severity
     round: int
-    subject: str
-    """The head or the part of the LSTM; empty if the alarm is about the whole"""
+    subject: str  # the head or the part of the LSTM; empty if the alarm is about the whole
     ended: bool
     value: float
     limit: float | None
-    cause: str
-    """A sentence with value and limit"""
+    cause: str  # a sentence with value and limit
     remedy: str
 
     @property
@@ -122,14 +115,10 @@ class RoundExamined:
 
     kind: ClassVar[str] = "detail"
     round: int
-    gradients: Mapping[str, Json]
-    """By module, before clipping"""
-    ratios: Mapping[str, Json]
-    """Counts by head, and the worst offenders"""
-    observations: Mapping[str, Json]
-    """By column, normalised"""
-    lstm: Mapping[str, Json]
-    """The hidden state in the middle of the episode, by task"""
+    gradients: Mapping[str, Json]  # by module, before clipping
+    ratios: Mapping[str, Json]  # counts by head, and the worst offenders
+    observations: Mapping[str, Json]  # by column, normalised
+    lstm: Mapping[str, Json]  # the hidden state in the middle of the episode, by task
 
 
 @dataclass(frozen=True)
@@ -138,8 +127,7 @@ class RoundMeasured:
 
     kind: ClassVar[str] = "round"
     round: int
-    values: Mapping[str, Json]
-    """As in the file, nested; the catalogue lists them"""
+    values: Mapping[str, Json]  # as in the file, nested; the catalogue lists them
 
     def numbers(self) -> dict[str, float]:
         """All numbers by path (`outer/inner`), including NaN and infinities."""
@@ -151,16 +139,11 @@ class RunBegun:
     """A process began a run."""
 
     kind: ClassVar[str] = "begun"
-    time: str
-    """ISO 8601, UTC"""
-    round: int
-    """The first round to train, from 0"""
-    rounds: int
-    """Rounds of the whole run"""
-    machine: Mapping[str, Json]
-    """What results may depend on: torch, its threads, the CPU's instructions"""
-    git: str | None
-    """The commit of the code, if it is in a repository"""
+    time: str  # ISO 8601, UTC
+    round: int  # the first round to train, from 0
+    rounds: int  # rounds of the whole run
+    machine: Mapping[str, Json]  # what results may depend on: torch, its threads, the CPU's instructions
+    git: str | None  # the commit of the code, if it is in a repository
 
 
 @dataclass(frozen=True)
@@ -168,8 +151,7 @@ class RunResumed(RunBegun):
     """A process resumed a run."""
 
     kind: ClassVar[str] = "resumed"
-    remarks: list[str]
-    """What has changed since: damaged checkpoints, another machine"""
+    remarks: list[str]  # what has changed since: damaged checkpoints, another machine
 
 
 @dataclass(frozen=True)
@@ -178,19 +160,12 @@ class RunEnded:
 
     kind: ClassVar[str] = "ended"
     time: str
-    round: int
-    """The first round that was not trained"""
-    why: str
-    """complete, stopped (by Ctrl-C), or the error"""
-    dropped: int
-    """Events that sinks missed"""
+    round: int  # the first round that was not trained
+    why: str  # complete, stopped (by Ctrl-C), or the error
+    dropped: int  # events that sinks missed
 
 
-Event = (
-    StageChanged | Panicked | SeedSuspected | EpisodeEnded
-    | AlarmRaised | RoundExamined | RoundMeasured
-    | RunBegun | RunResumed | RunEnded
-)  # fmt: skip
+Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded
 
 
 def as_line(event: Event) -> dict[str, Json]:

@@ -35,10 +35,8 @@ class StoredFormat:
 
     name: str
     version: int
-    document: str
-    """File name of the JSON"""
-    weights: str
-    """File name of the tensors"""
+    document: str  # file name of the JSON
+    weights: str  # file name of the tensors
 
 
 @contextmanager
@@ -161,8 +159,7 @@ class Machine:
 
     torch: str
     threads: int
-    cpu: str
-    """The instruction set that kernels may use"""
+    cpu: str  # the instruction set that kernels may use
 
     @classmethod
     def here(cls) -> "Machine":

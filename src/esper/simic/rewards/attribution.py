@@ -34,8 +34,7 @@ from esper.tolaria.memory import LEAST_PART, memory_guard
 from esper.tolaria.passes import score_rows
 from esper.tolaria.rows import deployed_rows
 
-EXACT_UP_TO = 4
-"""Number of seeds up to which all 2ⁿ coalitions are scored."""
+EXACT_UP_TO = 4  # number of seeds up to which all 2ⁿ coalitions are scored
 
 Coalition = frozenset[int]
 Weights = Mapping[Coalition, float]
@@ -44,8 +43,7 @@ Weights = Mapping[Coalition, float]
 class Score(NamedTuple):
     """A host in which only some seeds act."""
 
-    accuracy: float
-    """Points"""
+    accuracy: float  # points
     correct: Tensor | None = None
     """(images,) 0 or 1, on the same images for every coalition; without it, the score has no error"""
 
@@ -61,8 +59,7 @@ class Attribution(NamedTuple):
     together: Measurement
     """All seeds against none. Shapley values add up to it; leave-one-out values need not."""
     method: Method
-    evaluations: int
-    """Coalitions that were scored"""
+    evaluations: int  # coalitions that were scored
 
 
 def leave_one_out(score: ScoreCoalition, seeds: int) -> Attribution:
@@ -146,8 +143,7 @@ def _weighted_sum(weights: Weights, score: ScoreCoalition) -> Measurement:
 class ActingSeeds(NamedTuple):
     """The acting seeds of one host in its current state."""
 
-    slots: tuple[str, ...]
-    """Seed i of a coalition is in slot i, in the host's order"""
+    slots: tuple[str, ...]  # seed i of a coalition is in slot i, in the host's order
     score: ScoreCoalition
 
 
@@ -218,10 +214,8 @@ class Finding:
     slot: str
     suspicion: Suspicion
     severity: Severity
-    contribution: float
-    """Points that the host would lose without the seed"""
-    gain: float
-    """Points that the host has over its control"""
+    contribution: float  # points that the host would lose without the seed
+    gain: float  # points that the host has over its control
 
 
 def detect(slots: SlotView, gain: Tensor, limits: DetectorLimits) -> Suspects:

@@ -16,7 +16,6 @@ the state in which it was taken. Those that need s' are 0 in a panic.
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -109,9 +108,9 @@ def loss(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     return _rewarded(config, inputs, levels, ending)
 
 
-FAMILIES: Mapping[str, Callable[[RewardConfig, RewardInputs], Rewarded]] = MappingProxyType(
-    {family.__name__: family for family in (paired, shaped, simplified, sparse, minimal, loss)}
-)
+FAMILIES: Mapping[str, Callable[[RewardConfig, RewardInputs], Rewarded]] = {
+    family.__name__: family for family in (paired, shaped, simplified, sparse, minimal, loss)
+}
 
 
 def op_cost(config: RewardConfig, inputs: RewardInputs) -> Tensor:

@@ -19,47 +19,32 @@ class RewardInputs(NamedTuple):
     In a panic nothing of s' is read, because the host never reached it: such rows may hold anything, including NaN.
     """
 
-    potential: Tensor
-    """Φ(s) as the previous step returned it; 0 at the start of an episode"""
-    op: Tensor
-    """long: what was executed in s; WAIT if nothing was"""
-    slot: Tensor
-    """long: where"""
-    before: SlotView
-    """s; steps and ages count steps"""
-    after: SlotView
-    """s'"""
-    seed_parameters: Tensor
-    """(N, S) parameters of the seed that each slot held in s, or 0"""
-    gain: Tensor
-    """Of the live host in s'"""
+    potential: Tensor  # Φ(s) as the previous step returned it; 0 at the start of an episode
+    op: Tensor  # long: what was executed in s; WAIT if nothing was
+    slot: Tensor  # long: where
+    before: SlotView  # s; steps and ages count steps
+    after: SlotView  # s'
+    seed_parameters: Tensor  # (N, S) parameters of the seed that each slot held in s, or 0
+    gain: Tensor  # of the live host in s'
     control_accuracy: Tensor
     chance_accuracy: Tensor
-    loss: Tensor
-    """Validation loss of the live host in s', in units of the random-guess loss"""
-    acting_parameters: Tensor
-    """Of all seeds with alpha > 0 in s'; in s after a panic"""
+    loss: Tensor  # validation loss of the live host in s', in units of the random-guess loss
+    acting_parameters: Tensor  # of all seeds with alpha > 0 in s'; in s after a panic
     fossil_parameters: Tensor
     host_parameters: Tensor
-    terminal: Tensor
-    """bool: s' is the end of the episode"""
-    objective_gain: Tensor
-    """Of the hardened host, on the same images; read where terminal"""
+    terminal: Tensor  # bool: s' is the end of the episode
+    objective_gain: Tensor  # of the hardened host, on the same images; read where terminal
     objective_loss: Tensor
     """Of the hardened host, in units of the random-guess loss; read where terminal"""
-    panic: Tensor
-    """bool: training on the way to s' failed, and the host was restored to s"""
+    panic: Tensor  # bool: training on the way to s' failed, and the host was restored to s
 
 
 class Rewarded(NamedTuple):
     """A reward and its parts, and the potential for the next one."""
 
-    parts: Mapping[str, Tensor]
-    """(N,) each"""
-    potential: Tensor
-    """(N,) Φ(s') to pass to the next step: 0 after an episode, Φ(s) after a panic"""
-    levels: Mapping[str, Tensor]
-    """(N,) each: the terms of Φ(s'); meaningless after a panic or an end"""
+    parts: Mapping[str, Tensor]  # (N,) each
+    potential: Tensor  # (N,) Φ(s') to pass to the next step: 0 after an episode, Φ(s) after a panic
+    levels: Mapping[str, Tensor]  # (N,) each: the terms of Φ(s'); meaningless after a panic or an end
 
     @property
     def total(self) -> Tensor:

@@ -9,11 +9,9 @@ from esper.leyline import BadValueError
 from esper.simic.telemetry.examination import RatioReport
 from esper.simic.telemetry.measurements import GradientReport, LstmHealth
 
-Verdict = Literal["bad", "between", "healthy"]
-"""*between* neither raises an alarm nor helps to end it."""
+Verdict = Literal["bad", "between", "healthy"]  # *between* neither raises an alarm nor helps to end it
 
-BAND = 1.5
-"""Factor beyond its threshold at which a quantity is healthy again."""
+BAND = 1.5  # factor beyond its threshold at which a quantity is healthy again
 
 
 @dataclass(frozen=True)
@@ -70,22 +68,15 @@ class RoundFacts:
     """Counts over a round's episodes. None means not measured, which neither raises nor ends an alarm."""
 
     episodes: int | None = None
-    committed: int | None = None
-    """Episodes with a committed seed"""
-    germinated: int | None = None
-    """Seeds"""
+    committed: int | None = None  # episodes with a committed seed
+    germinated: int | None = None  # seeds
     panics: int | None = None
-    acting: int | None = None
-    """Acting seeds with a measured contribution, counted in every step"""
-    hacking: int | None = None
-    """Those suspected of reward hacking"""
-    ransomware: int | None = None
-    """Those suspected of ransomware (`esper.simic.rewards.detect`)"""
-    worst_hacking: str = ""
-    """Description of the worst suspect"""
+    acting: int | None = None  # acting seeds with a measured contribution, counted in every step
+    hacking: int | None = None  # those suspected of reward hacking
+    ransomware: int | None = None  # those suspected of ransomware (`esper.simic.rewards.detect`)
+    worst_hacking: str = ""  # description of the worst suspect
     worst_ransomware: str = ""
-    lstm: LstmHealth | None = None
-    """In the middle of the episodes"""
+    lstm: LstmHealth | None = None  # in the middle of the episodes
     gradients: GradientReport | None = None
     ratios: RatioReport | None = None
 
@@ -121,8 +112,7 @@ def above(
     return [Reading(quantity, "bad" if bad else "healthy" if healthy else "between", value, limit, subject, remark)]
 
 
-below = partial(above, inverted=True)
-"""A reading that is bad below the limit."""
+below = partial(above, inverted=True)  # a reading that is bad below the limit
 
 
 def flag(quantity: str, bad: bool, value: float, limit: float | None, remark: str = "") -> list[Reading]:

@@ -11,19 +11,16 @@ from esper.simic.agent import PPOConfig, PPOUpdateMetrics
 from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts
 from esper.simic.telemetry.rules import GRADIENT_LOW, RULES, Evidence, Rule
 
-CALM = 3
-"""Healthy rounds running that end an alarm."""
+CALM = 3  # healthy rounds running that end an alarm
 DRIFT_MOMENTUM = 0.95
-DRIFT_WARMUP = 5
-"""Rounds before a gradient norm has a usual value."""
+DRIFT_WARMUP = 5  # rounds before a gradient norm has a usual value
 
 
 @dataclass(frozen=True)
 class DriftState:
     """State of a tracker, for a checkpoint."""
 
-    log_mean: float = 0.0
-    """Exponential mean of ln(norm)"""
+    log_mean: float = 0.0  # exponential mean of ln(norm)
     count: int = 0
 
 
@@ -62,13 +59,10 @@ class AlarmState:
 
     kind: str
     subject: str
-    bad: int = 0
-    """Bad readings running"""
-    calm: int = 0
-    """Healthy readings running"""
+    bad: int = 0  # bad readings running
+    calm: int = 0  # healthy readings running
     active: bool = False
-    since: int = 0
-    """The round in which an active alarm began"""
+    since: int = 0  # the round in which an active alarm began
 
 
 @dataclass(frozen=True)
@@ -148,10 +142,8 @@ class AnomalyDetector:
 class Detail:
     """How many of the coming rounds are examined (`Examination`); part of the checkpoint."""
 
-    rounds: int = 5
-    """Rounds to examine after an alarm of severity warning or above."""
-    left: int = 0
-    """Rounds still to examine"""
+    rounds: int = 5  # rounds to examine after an alarm of severity warning or above
+    left: int = 0  # rounds still to examine
 
     def after(self, alarms: Iterable[AlarmRaised]) -> "Detail":
         """The state after a round with these alarms: started again, or one round less."""
