@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline import HEAD_NAMES, LifecycleOp
-from esper.nissa import METRICS, Metric, find_metric
-from esper.nissa.catalogue import REMARKS, page
+from esper.nissa.catalogue import METRICS, REMARKS, Metric, find_metric, page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 

@@ -11,7 +11,7 @@ from simic.rewards.trajectories import ADVANCE, FOSSILIZE, PRUNE, SET_ALPHA, WAI
 
 from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.rewards import DetectorLimits, RewardConfig, RewardInputs, families
-from esper.simic.rewards.config import PRUNE_CAP, YOUNG_AGE
+from esper.simic.rewards.families import PRUNE_CAP, YOUNG_AGE
 from esper.tamiyo.signals import SlotView
 
 CONFIG = RewardConfig(family="shaped")

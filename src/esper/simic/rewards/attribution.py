@@ -70,14 +70,6 @@ def leave_one_out(score: ScoreCoalition, seeds: int) -> Attribution:
     return _attribute(score, weights, "leave-one-out")
 
 
-def shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
-    """Shapley values: exact for up to four seeds, otherwise from random orders."""
-    require_whole("seeds", seeds, 0)
-    if seeds > EXACT_UP_TO:
-        return sampled_shapley(score, seeds, orders=orders, rng_seed=rng_seed)
-    return _attribute(score, [shapley_weights(seed, seeds) for seed in range(seeds)], "exact")
-
-
 def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
     """Means over random orders, each with its reverse. Errors include that of sampling.
 
@@ -149,7 +141,10 @@ class ActingSeeds(NamedTuple):
 
 def attribute(seeds: ActingSeeds, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
     """Shapley values in the order of `seeds.slots`: exact for up to four seeds, otherwise from random orders."""
-    return shapley(seeds.score, len(seeds.slots), orders=orders, rng_seed=rng_seed)
+    count = len(seeds.slots)
+    if count > EXACT_UP_TO:
+        return sampled_shapley(seeds.score, count, orders=orders, rng_seed=rng_seed)
+    return _attribute(seeds.score, [shapley_weights(seed, count) for seed in range(count)], "exact")
 
 
 def seeds_of_model(model: MorphogeneticModel, x: Tensor, targets: Tensor, calibration: Tensor) -> ActingSeeds:

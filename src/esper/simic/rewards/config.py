@@ -9,16 +9,9 @@ from esper.leyline.numbers import require_positive, require_share, require_whole
 
 Family = Literal["paired", "shaped", "simplified", "sparse", "minimal", "loss"]
 
-STAGE_WEIGHT = 0.3  # points per unit of stage potential
 PROXY_CONFIDENCE = 0.3
 """Weight of gain that no measured contribution explains, relative to the weight of attribution."""
-RATIO_RANGE = 10.0  # points above the limit at which the ratio penalty reaches its cap
-DELAY_CAP = 0.3  # largest cost of delay, per seed and step
-PRUNE_CAP = 0.9  # largest cost of pruning a useful seed
-YOUNG_AGE = 5  # age in steps below which a seed cannot be judged
 SHOCK_CAP = 1.0  # largest cost of sudden changes of alpha, per step
-LOSS_POINTS = 100.0
-"""`loss`: points for a loss of 0; the random-guess loss is worth 0."""
 
 
 class GammaMismatchError(EsperError, ValueError):

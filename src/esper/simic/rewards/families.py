@@ -21,16 +21,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage, rent
-from esper.simic.rewards.config import (
-    DELAY_CAP,
-    LOSS_POINTS,
-    PRUNE_CAP,
-    RATIO_RANGE,
-    SHOCK_CAP,
-    STAGE_WEIGHT,
-    YOUNG_AGE,
-    RewardConfig,
-)
+from esper.simic.rewards.config import SHOCK_CAP, RewardConfig
 from esper.simic.rewards.potentials import (
     SHAPING,
     Rewarded,
@@ -42,6 +33,13 @@ from esper.simic.rewards.potentials import (
     unexplained,
 )
 from esper.tamiyo.signals import SlotView
+
+STAGE_WEIGHT = 0.3  # points per unit of stage potential
+RATIO_RANGE = 10.0  # points above the limit at which the ratio penalty reaches its cap
+DELAY_CAP = 0.3  # largest cost of delay, per seed and step
+PRUNE_CAP = 0.9  # largest cost of pruning a useful seed
+YOUNG_AGE = 5  # age in steps below which a seed cannot be judged
+LOSS_POINTS = 100.0  # `loss`: points for a loss of 0; the random-guess loss is worth 0
 
 Levels = Mapping[str, Tensor]
 
