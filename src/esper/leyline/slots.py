@@ -49,8 +49,7 @@ TRANSITIONS: Mapping[SeedStage, tuple[SeedStage, ...]] = MappingProxyType(
 
 ACTIVE_STAGES = frozenset({SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED})
 """The seed acts on the main row."""
-LIVE_STAGES = ACTIVE_STAGES | {SeedStage.GERMINATED, SeedStage.TRAINING}
-"""A seed module exists."""
+LIVE_STAGES = ACTIVE_STAGES | {SeedStage.GERMINATED, SeedStage.TRAINING}  # a seed module exists
 COOLDOWN_STAGES = frozenset({SeedStage.PRUNED, SeedStage.EMBARGOED, SeedStage.RESETTING})
 """The slot rests after a prune."""
 

@@ -78,8 +78,7 @@ class EpisodeEnded:
     accuracies: list[float]  # after every step
     control_accuracies: list[float]
     alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it
-    decisions: dict[str, list[Json]]
-    """By column: the steps that did not wait, and the choice of every head"""
+    decisions: dict[str, list[Json]]  # by column: the steps that did not wait, and the choice of every head
     rewards: list[float | str]  # after every step; numbers that are not finite as words
     reward_parts: dict[str, float | str]  # summed over the episode
 

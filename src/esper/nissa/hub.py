@@ -106,8 +106,7 @@ class Hub(AbstractContextManager["Hub"]):
 
     def __init__(self, sinks: Sequence[Sink] = (), *, capacity: int = CAPACITY, patience_s: float = PATIENCE_S) -> None:
         self.patience_s = patience_s
-        self.failures: list[str] = []
-        """Sinks that were switched off, and why"""
+        self.failures: list[str] = []  # sinks that were switched off, and why
         self._warned = 0
         self._closed = False
         self._workers = [_Worker(sink, capacity, self.failures) for sink in sinks]

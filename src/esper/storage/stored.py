@@ -25,8 +25,7 @@ from esper.leyline.errors import CheckpointError, EsperError, StorageError
 from esper.leyline.records import Json, encode
 from esper.storage.files import existing_folder, replace_folder, sync_to_disk
 
-OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})
-"""Keys of the JSON that are not the caller's"""
+OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})  # keys of the JSON that are not the caller's
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from esper.leyline import SeedStage, rent
 from esper.simic.rewards import Family, RewardConfig, Rewarded, RewardInputs, compute_reward
-from esper.simic.rewards.potentials import SHAPING, STAGE_POTENTIALS, credit, stage_potential, unexplained
+from esper.simic.rewards.families import SHAPING, STAGE_POTENTIALS, credit, stage_potential, unexplained
 from esper.tolaria import get_task
 
 FAMILIES: tuple[Family, ...] = ("paired", "shaped", "simplified", "sparse", "minimal", "loss")

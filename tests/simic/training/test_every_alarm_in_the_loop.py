@@ -18,7 +18,7 @@ from esper.leyline import LifecycleOp, Measurement
 from esper.nissa import AlarmRaised
 from esper.simic.agent import PPOAgent, load_agent
 from esper.simic.rewards import Rewarded
-from esper.simic.rewards.potentials import SHAPING
+from esper.simic.rewards.families import SHAPING
 from esper.simic.telemetry import AnomalyDetector, Detail
 from esper.simic.telemetry.detector import DRIFT_WARMUP
 from esper.simic.telemetry.rules import RULES

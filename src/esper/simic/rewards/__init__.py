@@ -2,8 +2,7 @@
 
 from esper.simic.rewards.attribution import Finding, Suspects, Suspicion, detect, findings
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
-from esper.simic.rewards.families import compute_reward
-from esper.simic.rewards.potentials import Rewarded, RewardInputs, is_measured
+from esper.simic.rewards.families import Rewarded, RewardInputs, compute_reward, is_measured
 
 __all__ = [
     "DetectorLimits",

@@ -26,7 +26,7 @@ from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement
 from esper.leyline.numbers import require_whole
 from esper.simic.rewards.config import DetectorLimits
-from esper.simic.rewards.potentials import is_measured
+from esper.simic.rewards.families import is_measured
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
 from esper.tolaria.batches import Samples

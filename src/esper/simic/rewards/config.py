@@ -9,8 +9,7 @@ from esper.leyline.numbers import require_positive, require_share, require_whole
 
 Family = Literal["paired", "shaped", "simplified", "sparse", "minimal", "loss"]
 
-PROXY_CONFIDENCE = 0.3
-"""Weight of gain that no measured contribution explains, relative to the weight of attribution."""
+PROXY_CONFIDENCE = 0.3  # weight of gain that no measured contribution explains, relative to the weight of attribution
 SHOCK_CAP = 1.0  # largest cost of sudden changes of alpha, per step
 
 
@@ -93,8 +92,9 @@ class RewardConfig:
         if self.price_after > 1:
             raise BadValueError(f"price_after {self.price_after!r} is not in [0, 1]: it is a share of the run")
         if self.commit_price and self.family != "paired":
-            price, family = self.commit_price, self.family
-            raise BadValueError(f"commit_price {price!r}: only the family paired has one, not {family!r}")
+            raise BadValueError(
+                f"commit_price {self.commit_price!r}: only the family paired has one, not {self.family!r}"
+            )
         # A crash skips the costs that depend on the state it never reached.
         if self.crash_margin <= self.ratio_cap + SHOCK_CAP:
             raise BadValueError(

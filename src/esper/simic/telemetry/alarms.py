@@ -35,8 +35,7 @@ class AlarmLimits:
     gradient_high: float = 200.0
     """Global gradient norm before clipping, in units of the clip norm."""
     drift: float = 2.4
-    """Factor between the norm of the heads' gradients and its exponential mean. Healthy runs reach 2.2 three rounds
-    running."""
+    """Factor between the heads' gradient norm and its exponential mean. Healthy runs reach 2.2 for three rounds."""
     lstm_rms: float = 10.0
     """Root mean square of the LSTM's cells."""
     behaviour_gap: float = 1e-3

@@ -76,8 +76,8 @@ class RatioExplosionDiagnostic:
             if bad >= 0:
                 cell, head = divmod(int(index), len(heads))
                 worst.append(Offender(*divmod(cell, ratios.shape[1]), heads[head], ratio, tuple(map(int, action))))
-        counted = (dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist())
-        return RatioReport(*counted, worst=tuple(worst))
+        examined, exploded, vanished, nans = (dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist())
+        return RatioReport(examined, exploded, vanished, nans, tuple(worst))
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class ColumnStatistics:
     std: float | None
     min: float | None
     max: float | None
-    at_bound: float
-    """Share of values at the bound or beyond, where the policy no longer sees differences"""
+    at_bound: float  # share of values at the bound or beyond, where the policy no longer sees differences
     not_finite: int
     count: int  # all values
 
@@ -120,12 +119,13 @@ def observation_statistics(
         wide = index.expand(flat.shape).flatten()
         extremes.append(start.scatter_reduce(0, wide, flat.where(finite, fill).flatten(), reduce))
     figures = fetch(torch.stack([count, total(~finite), total(flat.abs() >= bound), mean, std, *extremes]))[0]
-    statistics = {}
-    for name, (number, broken, at_bound, *moments) in zip(names, figures.T.tolist(), strict=True):
-        size = int(number + broken)
-        share = at_bound / size if size else 0.0
-        statistics[name] = ColumnStatistics(*(moments if number else [None] * 4), share, int(broken), size)
-    return statistics
+    return {name: _column(*row) for name, row in zip(names, figures.T.tolist(), strict=True)}
+
+
+def _column(finite: float, broken: float, at_bound: float, *moments: float) -> ColumnStatistics:
+    count = int(finite + broken)
+    mean, std, low, high = moments if finite else [None] * 4
+    return ColumnStatistics(mean, std, low, high, at_bound / count if count else 0.0, int(broken), count)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,7 @@ class DetailReport:
     """One round in detail."""
 
     gradients: GradientReport  # by module, before clipping, over all minibatches of the update
-    ratios: RatioReport
-    """Of heads and of joint actions: for each step, the ratio farthest from 1 in any epoch"""
+    ratios: RatioReport  # of heads and of joint actions: for each step, the ratio farthest from 1 in any epoch
     observations: dict[str, ColumnStatistics]  # by column, normalised
     lstm: dict[str, LstmHealth | None]  # the hidden state in the middle of the episode, by task
 

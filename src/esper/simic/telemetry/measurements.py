@@ -9,8 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-SATURATED = 0.95
-"""|h| above which output gate and cell are both at their bounds and pass hardly any gradient."""
+SATURATED = 0.95  # |h| above which output gate and cell are both at their bounds and pass hardly any gradient
 DEAD = 1e-6  # |h| below which a unit is silent
 
 

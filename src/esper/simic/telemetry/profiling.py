@@ -23,8 +23,7 @@ class SpanTotal:
     """All visits to one span."""
 
     visits: int
-    wall_s: float
-    """On a GPU, the time to *launch* the work: kernels run on unless something waits for them."""
+    wall_s: float  # on a GPU, the time to *launch* the work: kernels run on unless something waits for them
 
 
 class Spans:
@@ -35,8 +34,7 @@ class Spans:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self.marked = False
-        """Whether spans also appear as ranges in an operator trace"""
+        self.marked = False  # whether spans also appear as ranges in an operator trace
         self._path: list[str] = []
         self._totals: dict[str, tuple[int, int]] = {}
 

@@ -16,8 +16,7 @@ from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts, above, below, flag
 from esper.simic.telemetry.examination import JOINT
 
-GRADIENT_LOW = 2e-3
-"""Global gradient norm below which gradients have vanished, in units of the clip norm."""
+GRADIENT_LOW = 2e-3  # global gradient norm below which gradients have vanished, in units of the clip norm
 HEAD_GRADIENT_LOW = 2e-6  # the same for the weights of one head that had something to learn
 LSTM_SATURATED = 0.5  # share of hidden values at their bounds
 LSTM_DEAD = 0.5  # share of units that are silent in every env
