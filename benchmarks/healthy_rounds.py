@@ -73,7 +73,7 @@ def replay(folder: Path, config: TrainConfig, rounds: int) -> list[Json]:
             )
             found = detector.look(line["round"], metrics_of(line), facts)
             alarms += [
-                dict(zip(COLUMNS, (alarm.round, alarm.severity, alarm.kind, alarm.subject, alarm.cause), strict=True))
+                dict(zip(COLUMNS, (alarm.round, alarm.severity, alarm.alarm, alarm.subject, alarm.cause), strict=True))
                 for alarm in found
                 if not alarm.ended
             ]

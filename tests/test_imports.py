@@ -222,7 +222,7 @@ def test_only_doors_reexport() -> None:
         assert foreign == [], f"{door} re-exports from elsewhere"
 
 
-FOR_USERS = {"EpisodeOutcome", "RELEVANCE", "alarm_catalogue", "relative_loss"}
+FOR_USERS = {"EpisodeOutcome", "RELEVANCE", "alarm_catalogue"}
 """Exported for users and tests; Esper itself does not call them."""
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from esper.leyline import (
     HEAD_NAMES,
-    HEAD_PRESETS,
     HEADS,
     RELEVANCE,
     Head,
@@ -15,6 +14,7 @@ from esper.leyline import (
     head_preset,
     relevance,
 )
+from esper.leyline.actions import HEAD_PRESETS
 
 EXPECTED = {
     LifecycleOp.WAIT: {"op"},

@@ -28,7 +28,7 @@ def test_shows_a_bar_on_a_terminal() -> None:
 
 
 def test_works_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     assert run() == ""
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from esper.leyline import ACTIVE_STAGES, COOLDOWN_STAGES, LIVE_STAGES, TRANSITIONS, SeedStage, can_transition
+from esper.leyline import ACTIVE_STAGES, COOLDOWN_STAGES, LIVE_STAGES, SeedStage, can_transition
+from esper.leyline.slots import TRANSITIONS
 
 STEPS = {
     ("DORMANT", "GERMINATED"),

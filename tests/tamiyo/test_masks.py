@@ -10,7 +10,8 @@ from tamiyo.policies import SHARP, decide, slots
 from tamiyo.test_features import over, random_signals
 from torch import Tensor
 
-from esper.leyline import HEAD_PRESETS, RELEVANCE, BadValueError, HeadPreset, LifecycleOp, SeedStage, head_preset
+from esper.leyline import RELEVANCE, BadValueError, HeadPreset, LifecycleOp, SeedStage, head_preset
+from esper.leyline.actions import HEAD_PRESETS
 from esper.tamiyo import (
     ActionTable,
     FactoredRecurrentActorCritic,

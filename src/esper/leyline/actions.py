@@ -6,7 +6,6 @@ Masks, buffers, log-probs, entropies, network heads and telemetry loop over the 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Literal
 
 from esper.leyline.errors import UnknownNameError
@@ -68,7 +67,7 @@ def relevance(heads: tuple[Head, ...]) -> Mapping[LifecycleOp, frozenset[str]]:
     listed = {op for head in heads if head.name == "op" for op in head.ops}
     if forgotten := [op.name for op in LifecycleOp if op not in listed]:
         raise RuntimeError(f"the head table says nothing about {forgotten}: list each op in the row of head 'op'")
-    return MappingProxyType({op: frozenset(head.name for head in heads if op in head.ops) for op in LifecycleOp})
+    return {op: frozenset(head.name for head in heads if op in head.ops) for op in LifecycleOp}
 
 
 RELEVANCE = relevance(HEADS)
@@ -88,12 +87,10 @@ class HeadPreset:
         return tuple(head for head in HEADS if head.name in self.head_names)
 
 
-HEAD_PRESETS: Mapping[str, HeadPreset] = MappingProxyType(
-    {
-        "core": HeadPreset("core", ("op", "slot", "blueprint"), (_WAIT, _GERMINATE, _PRUNE, _FOSSILIZE, _ADVANCE)),
-        "full": HeadPreset("full", HEAD_NAMES, tuple(LifecycleOp)),
-    }
-)
+HEAD_PRESETS: Mapping[str, HeadPreset] = {
+    "core": HeadPreset("core", ("op", "slot", "blueprint"), (_WAIT, _GERMINATE, _PRUNE, _FOSSILIZE, _ADVANCE)),
+    "full": HeadPreset("full", HEAD_NAMES, tuple(LifecycleOp)),
+}
 
 
 def head_preset(name: str) -> HeadPreset:

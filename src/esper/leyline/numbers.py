@@ -17,8 +17,7 @@ def refuse(problems: Mapping[str, bool], error: type[EsperError] = BadValueError
 
 def require_whole(name: str, value: object, least: int | None = None, *, remark: str = "") -> None:
     """Raise unless `value` is an int, of at least `least`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (least is not None and isinstance(value, int) and value < least):
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         wanted = "an integer" if least is None else f"an integer of {least} or more"
         raise BadValueError(f"{name} {value!r} is not {wanted}{remark}")
 

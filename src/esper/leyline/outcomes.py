@@ -9,8 +9,7 @@ from esper.leyline.slots import SeedStage
 if TYPE_CHECKING:
     from torch import Tensor
 
-RHO = 2.0
-"""Rent in points per doubling of the host"""
+RHO = 2.0  # rent in points per doubling of the host
 OTHER_RHOS = (1.0, 4.0)
 """Other rents at which an evaluation scores its hosts, to show whether a ranking depends on the price"""
 
@@ -64,8 +63,7 @@ class StageChange:
     slot_id: str
     source: SeedStage
     target: SeedStage
-    cause: str
-    """The verb or timer behind it: germinate, advance, tick, prune, …"""
+    cause: str  # the verb or timer behind it: germinate, advance, tick, prune, …
 
 
 @dataclass(frozen=True)
@@ -80,15 +78,12 @@ class SeedReport:
     alpha_target: float
     ramping: bool
     steps_in_stage: int
-    age: int
-    """Steps since germination."""
-    cooldown: int
-    """Ticks until the slot is usable again."""
+    age: int  # steps since germination
+    cooldown: int  # ticks until the slot is usable again
     parameters: int
     gradient_norm: float | None
     audition: Measurement | None
-    """Points of accuracy that the shadow row has over the main row (mean of the last two measurements)."""
+    """Points that the shadow row has over the main row (mean of the last two measurements)."""
     contribution: Measurement | None
     """Points of accuracy that the main row loses when this seed is silenced (mean of the last two)."""
-    germinations: int
-    """Seeds tried in this slot so far."""
+    germinations: int  # seeds tried in this slot so far

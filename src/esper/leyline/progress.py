@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Protocol
 
 
@@ -12,22 +13,19 @@ class Advance(Protocol):
     def __call__(self, amount: int, words: str = "") -> None: ...
 
 
-def _ignore(amount: int, words: str = "") -> None:
-    pass
+def ignore(amount: int, words: str = "") -> None:
+    """Show nothing."""
 
 
 @contextmanager
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
     """Show a bar on stderr while the block runs, and yield the function that advances it."""
-    if not shown or not sys.stderr.isatty():
-        yield _ignore
+    if not shown or not sys.stderr.isatty() or find_spec("rich") is None:
+        yield ignore
         return
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        yield _ignore
-        return
+    from rich import progress
+    from rich.console import Console
+
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),

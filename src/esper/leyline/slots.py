@@ -47,12 +47,9 @@ TRANSITIONS: Mapping[SeedStage, tuple[SeedStage, ...]] = MappingProxyType(
     }
 )
 
-LIVE_STAGES = frozenset(
-    {SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED}
-)
-"""A seed module exists."""
 ACTIVE_STAGES = frozenset({SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED})
 """The seed acts on the main row."""
+LIVE_STAGES = ACTIVE_STAGES | {SeedStage.GERMINATED, SeedStage.TRAINING}  # a seed module exists
 COOLDOWN_STAGES = frozenset({SeedStage.PRUNED, SeedStage.EMBARGOED, SeedStage.RESETTING})
 """The slot rests after a prune."""
 
@@ -88,10 +85,8 @@ class SlotSpec:
     slot_id: str
     width: int
     topology: Topology
-    position: float
-    """Depth in the host: 0 at its input, 1 at its output."""
-    resolution: int | None = None
-    """Side of the image or length of the sequence; None if unknown."""
+    position: float  # depth in the host: 0 at its input, 1 at its output
+    resolution: int | None = None  # side of the image or length of the sequence; None if unknown
     blueprints: tuple[BlueprintOffer, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The events and metrics of a run, and the sinks that show them."""
 
-from esper.nissa.catalogue import METRICS, Metric, find_metric
+from esper.nissa.catalogue import find_metric
 from esper.nissa.events import (
     AlarmRaised,
     EpisodeEnded,
@@ -19,12 +19,10 @@ from esper.nissa.hub import Hub, Sink
 from esper.nissa.sinks import SinkSettings
 
 __all__ = [
-    "METRICS",
     "AlarmRaised",
     "EpisodeEnded",
     "Event",
     "Hub",
-    "Metric",
     "Panicked",
     "RoundExamined",
     "RoundMeasured",

@@ -6,10 +6,8 @@ metric per head. A healthy range ends where an alarm begins, if there is one (do
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from esper.leyline import HEAD_NAMES, LifecycleOp
 
@@ -22,16 +20,12 @@ class Metric:
     """One number, or one for each choice of the words in brackets."""
 
     name: str
-    unit: str
-    """Empty for a pure number"""
+    unit: str  # empty for a pure number
     meaning: str
-    low: float | None = None
-    """Lower end of the healthy range, included; None if there is none"""
+    low: float | None = None  # lower end of the healthy range, included; None if there is none
     high: float | None = None
-    remark: str = ""
-    """What is healthy, if a range does not say it"""
-    always: bool = True
-    """Whether every round has it"""
+    remark: str = ""  # what is healthy, if a range does not say it
+    always: bool = True  # whether every round has it
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -40,17 +34,17 @@ class Metric:
 
     def is_healthy(self, value: float) -> bool:
         """Whether a value is finite and in the healthy range."""
-        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
-        return math.isfinite(value) and low <= value <= high
+        above = self.low is None or value >= self.low
+        return math.isfinite(value) and above and (self.high is None or value <= self.high)
 
     @property
     def healthy(self) -> str:
         """The healthy range in words; empty if every finite number is healthy."""
-        if self.low is not None and self.high is not None:
-            numbers = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        low, high = self.low, self.high
+        if low is not None and high is not None:
+            numbers = f"{low:g} to {high:g}"
         else:
-            ends = (("at least", self.low), ("at most", self.high))
-            numbers = "".join(f"{words} {end:g}" for words, end in ends if end is not None)
+            numbers = f"at least {low:g}" if low is not None else f"at most {high:g}" if high is not None else ""
         return "; ".join(part for part in (numbers, self.remark) if part)
 
 
@@ -152,16 +146,14 @@ IN_SINKS = (
     Metric("alarms/<alarm>/<subject>", "0 or 1", "the same for an alarm about a head or the LSTM", always=False),
 )
 
-SECTIONS: Mapping[str, tuple[Metric, ...]] = MappingProxyType(
-    {
-        "Growth": GROWTH,
-        "Decisions": DECISIONS,
-        "Update": UPDATE,
-        "Heads": HEADS,
-        "Round and machine": MACHINE,
-        "In sinks only": IN_SINKS,
-    }
-)
+SECTIONS = {
+    "Growth": GROWTH,
+    "Decisions": DECISIONS,
+    "Update": UPDATE,
+    "Heads": HEADS,
+    "Round and machine": MACHINE,
+    "In sinks only": IN_SINKS,
+}
 METRICS = (
     *(metric for section in SECTIONS.values() for metric in section),
     *(replace(metric, name=f"tasks/<task>/{metric.name}", always=False) for metric in GROWTH),

@@ -13,22 +13,29 @@ writes the same as one that never stopped. The third holds what depends on the c
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from esper.leyline.records import encode
+from esper.leyline.records import Json, encode
 
-Json = Any  # parsed JSON, or what will become JSON
+Severity = Literal["info", "warning", "critical"]
 
 
 @dataclass(frozen=True)
-class StageChanged:
-    """A seed changed its stage."""
+class HostEvent:
+    """Something that happened to one host in one step."""
 
-    kind: ClassVar[str] = "stage"
+    kind: ClassVar[str]
     round: int
     task: str
     step: int
     env: int
+
+
+@dataclass(frozen=True)
+class StageChanged(HostEvent):
+    """A seed changed its stage."""
+
+    kind: ClassVar[str] = "stage"
     slot: str
     blueprint: str | None
     source: str
@@ -37,33 +44,23 @@ class StageChanged:
 
 
 @dataclass(frozen=True)
-class Panicked:
+class Panicked(HostEvent):
     """The governor restored a host's snapshot."""
 
     kind: ClassVar[str] = "panic"
-    round: int
-    task: str
-    step: int
-    env: int
     symptoms: list[str]
 
 
 @dataclass(frozen=True)
-class SeedSuspected:
+class SeedSuspected(HostEvent):
     """A seed became a suspect: it looks better than it is."""
 
     kind: ClassVar[str] = "suspect"
-    round: int
-    task: str
-    step: int
-    env: int
     slot: str
     suspicion: Literal["hacking", "ransomware"]
     severity: Literal["warning", "critical"]
-    contribution: float
-    """Points that the host would lose without the seed"""
-    gain: float
-    """Points that the host has over its control"""
+    contribution: float  # points that the host would lose without the seed
+    gain: float  # points that the host has over its control
 
 
 @dataclass(frozen=True)
@@ -78,33 +75,27 @@ class EpisodeEnded:
     gain: float
     accuracy: float
     added_parameters: int
-    accuracies: list[float]
-    """After every step"""
+    accuracies: list[float]  # after every step
     control_accuracies: list[float]
-    alphas: dict[str, list[float]]
-    """By slot, if a seed ever acted in it"""
-    decisions: dict[str, list[Json]]
-    """By column: the steps that did not wait, and the choice of every head"""
-    rewards: list[float | str]
-    """After every step; numbers that are not finite as words"""
-    reward_parts: dict[str, float | str]
-    """Summed over the episode"""
+    alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it
+    decisions: dict[str, list[Json]]  # by column: the steps that did not wait, and the choice of every head
+    rewards: list[float | str]  # after every step; numbers that are not finite as words
+    reward_parts: dict[str, float | str]  # summed over the episode
 
 
 @dataclass(frozen=True)
 class AlarmRaised:
-    """An alarm began or ended."""
+    """An alarm began or ended: a problem, or its end."""
 
     kind: ClassVar[str] = "alarm"
     alarm: str
-    severity: Literal["info", "warning", "critical"]
+    severity: Severity
     round: int
-    subject: str
-    """The head or the part of the LSTM; empty if the alarm is about the whole"""
+    subject: str  # the head or the part of the LSTM; empty if the alarm is about the whole
     ended: bool
     value: float
     limit: float | None
-    cause: str
+    cause: str  # a sentence with value and limit
     remedy: str
 
     @property
@@ -123,14 +114,10 @@ class RoundExamined:
 
     kind: ClassVar[str] = "detail"
     round: int
-    gradients: Mapping[str, Json]
-    """By module, before clipping"""
-    ratios: Mapping[str, Json]
-    """Counts by head, and the worst offenders"""
-    observations: Mapping[str, Json]
-    """By column, normalised"""
-    lstm: Mapping[str, Json]
-    """The hidden state in the middle of the episode, by task"""
+    gradients: Mapping[str, Json]  # by module, before clipping
+    ratios: Mapping[str, Json]  # counts by head, and the worst offenders
+    observations: Mapping[str, Json]  # by column, normalised
+    lstm: Mapping[str, Json]  # the hidden state in the middle of the episode, by task
 
 
 @dataclass(frozen=True)
@@ -139,8 +126,7 @@ class RoundMeasured:
 
     kind: ClassVar[str] = "round"
     round: int
-    values: Mapping[str, Json]
-    """As in the file, nested; the catalogue lists them"""
+    values: Mapping[str, Json]  # as in the file, nested; the catalogue lists them
 
     def numbers(self) -> dict[str, float]:
         """All numbers by path (`outer/inner`), including NaN and infinities."""
@@ -152,30 +138,19 @@ class RunBegun:
     """A process began a run."""
 
     kind: ClassVar[str] = "begun"
-    time: str
-    """ISO 8601, UTC"""
-    round: int
-    """The first round to train, from 0"""
-    rounds: int
-    """Rounds of the whole run"""
-    machine: Mapping[str, Json]
-    """What results may depend on: torch, its threads, the CPU's instructions"""
-    git: str | None
-    """The commit of the code, if it is in a repository"""
+    time: str  # ISO 8601, UTC
+    round: int  # the first round to train, from 0
+    rounds: int  # rounds of the whole run
+    machine: Mapping[str, Json]  # what results may depend on: torch, its threads, the CPU's instructions
+    git: str | None  # the commit of the code, if it is in a repository
 
 
 @dataclass(frozen=True)
-class RunResumed:
+class RunResumed(RunBegun):
     """A process resumed a run."""
 
     kind: ClassVar[str] = "resumed"
-    time: str
-    round: int
-    rounds: int
-    machine: Mapping[str, Json]
-    git: str | None
-    remarks: list[str]
-    """What has changed since: damaged checkpoints, another machine"""
+    remarks: list[str]  # what has changed since: damaged checkpoints, another machine
 
 
 @dataclass(frozen=True)
@@ -184,19 +159,12 @@ class RunEnded:
 
     kind: ClassVar[str] = "ended"
     time: str
-    round: int
-    """The first round that was not trained"""
-    why: str
-    """complete, stopped (by Ctrl-C), or the error"""
-    dropped: int
-    """Events that sinks missed"""
+    round: int  # the first round that was not trained
+    why: str  # complete, stopped (by Ctrl-C), or the error
+    dropped: int  # events that sinks missed
 
 
-Event = (
-    StageChanged | Panicked | SeedSuspected | EpisodeEnded
-    | AlarmRaised | RoundExamined | RoundMeasured
-    | RunBegun | RunResumed | RunEnded
-)  # fmt: skip
+Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded
 
 
 def as_line(event: Event) -> dict[str, Json]:

@@ -15,7 +15,6 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
-from types import TracebackType
 from typing import Protocol
 
 from esper.nissa.events import Event
@@ -107,8 +106,7 @@ class Hub(AbstractContextManager["Hub"]):
 
     def __init__(self, sinks: Sequence[Sink] = (), *, capacity: int = CAPACITY, patience_s: float = PATIENCE_S) -> None:
         self.patience_s = patience_s
-        self.failures: list[str] = []
-        """Sinks that were switched off, and why"""
+        self.failures: list[str] = []  # sinks that were switched off, and why
         self._warned = 0
         self._closed = False
         self._workers = [_Worker(sink, capacity, self.failures) for sink in sinks]
@@ -160,7 +158,5 @@ class Hub(AbstractContextManager["Hub"]):
             self._warned += 1
             warnings.warn(f"training continues without a sink: {failure}", RuntimeWarning, stacklevel=3)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from esper.leyline import MissingPackageError
+from esper.leyline.records import Json
 from esper.nissa.catalogue import find_metric
 from esper.nissa.events import AlarmRaised, Event, RoundMeasured
 from esper.nissa.hub import Hub, Sink
@@ -43,13 +44,11 @@ class ConsoleSink:
     _console: "Console"
 
     def open(self) -> None:
-        """Find out what the terminal supports."""
         from rich.console import Console
 
         self._console = Console(highlight=False, soft_wrap=True)
 
     def write(self, event: Event) -> None:
-        """Print a line for a round or an alarm."""
         from rich.text import Text
 
         if isinstance(event, RoundMeasured):
@@ -89,7 +88,7 @@ class TensorBoardSink:
     name = "tensorboard"
     _writer: "SummaryWriter"
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first_round: int) -> None:  # Any: JSON
+    def __init__(self, run: Path, config: Mapping[str, Json], first_round: int) -> None:
         self._run, self._config, self._first_round = run, config, first_round
 
     def open(self) -> None:
@@ -111,7 +110,6 @@ class TensorBoardSink:
             self._writer.add_text(f"{event.metric}/cause", str(event), event.round)
 
     def close(self) -> None:
-        """Flush and close the file."""
         self._writer.close()
 
 
@@ -124,11 +122,10 @@ class WandbSink:
     name = "wandb"
     _wandb_run: "Run"
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first_round: int) -> None:  # Any: JSON
+    def __init__(self, run: Path, config: Mapping[str, Json], first_round: int) -> None:
         self._run, self._config, self._first_round = run, config, first_round
 
     def open(self) -> None:
-        """Begin an offline run that does not print."""
         import wandb
 
         self._wandb_run = wandb.init(
@@ -150,7 +147,6 @@ class WandbSink:
             self._wandb_run.summary[f"{event.metric}/cause"] = str(event)
 
     def close(self) -> None:
-        """Flush and end the run."""
         self._wandb_run.finish()
 
 
@@ -182,7 +178,7 @@ class SinkSettings:
                 except (ImportError, AttributeError) as error:
                     raise MissingPackageError(f"--{option}", module, install) from error
 
-    def open(self, run: Path, config: Mapping[str, Any], first_round: int = 0) -> Hub:  # Any: JSON, and paths
+    def open(self, run: Path, config: Mapping[str, Json], first_round: int = 0) -> Hub:
         """The hub of a run in its folder, from a round on."""
         plain = json.loads(json.dumps(config, default=str))
         sinks: list[Sink] = [ConsoleSink()] if self.console else []

@@ -84,9 +84,6 @@ def free_path(path: Path) -> Path:
     return next(each for each in chain([path], numbered) if not each.exists())
 
 
-# -- work folders -----------------------------------------------------------------------------------------------------
-
-
 def _work_path(target: Path) -> Path:
     return target.with_name(f".{target.name}{SUFFIX}")
 

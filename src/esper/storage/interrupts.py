@@ -9,7 +9,6 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _in_main_thread() -> bool:
-    """Whether this is the thread that gets signals, and may handle them."""
     return threading.current_thread() is threading.main_thread()
 
 

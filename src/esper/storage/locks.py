@@ -8,8 +8,7 @@ from esper.leyline.errors import BadValueError
 if os.name == "posix":
     import fcntl
 
-_held: set[int] = set()
-"""Handles of the locks that this process holds"""
+_held: set[int] = set()  # handles of the locks that this process holds
 
 
 def acquire(path: Path, *, wait: bool = False) -> int:

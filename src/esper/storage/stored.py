@@ -25,8 +25,7 @@ from esper.leyline.errors import CheckpointError, EsperError, StorageError
 from esper.leyline.records import Json, encode
 from esper.storage.files import existing_folder, replace_folder, sync_to_disk
 
-OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})
-"""Keys of the JSON that are not the caller's"""
+OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})  # keys of the JSON that are not the caller's
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class StoredFormat:
 
     name: str
     version: int
-    document: str
-    """File name of the JSON"""
-    weights: str
-    """File name of the tensors"""
+    document: str  # file name of the JSON
+    weights: str  # file name of the tensors
 
 
 @contextmanager
@@ -161,8 +158,7 @@ class Machine:
 
     torch: str
     threads: int
-    cpu: str
-    """The instruction set that kernels may use"""
+    cpu: str  # the instruction set that kernels may use
 
     @classmethod
     def here(cls) -> "Machine":

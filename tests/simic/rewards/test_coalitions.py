@@ -8,8 +8,15 @@ from torch import Tensor, nn
 
 from esper.kasmina import GateThresholds, LifecycleConfig, attach, lifecycle
 from esper.leyline import Measurement, SeedStage, UnknownNameError
-from esper.simic.rewards import Attribution, leave_one_out, sampled_shapley
-from esper.simic.rewards.attribution import ActingSeeds, attribute, seeds_of_host, seeds_of_model
+from esper.simic.rewards.attribution import (
+    ActingSeeds,
+    Attribution,
+    attribute,
+    leave_one_out,
+    sampled_shapley,
+    seeds_of_host,
+    seeds_of_model,
+)
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.measurement import FleetComparison
 

@@ -11,6 +11,7 @@ from simic.rewards.trajectories import ADVANCE, FOSSILIZE, PRUNE, SET_ALPHA, WAI
 
 from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.rewards import DetectorLimits, RewardConfig, RewardInputs, families
+from esper.simic.rewards.families import PRUNE_CAP, YOUNG_AGE
 from esper.tamiyo.signals import SlotView
 
 CONFIG = RewardConfig(family="shaped")
@@ -111,7 +112,7 @@ def test_harmful_blending_is_linear_and_bounded() -> None:
 def test_prune_shaping_is_bounded(contribution: float | None, age: int) -> None:
     """A contribution of 1e6 costs at most the stated bound, and pruning never pays."""
     paid = float(families.prune_cost(CONFIG, one_step(held(age, contribution), PRUNE)))
-    assert -CONFIG.prune_bound <= paid <= 0
+    assert -(PRUNE_CAP + CONFIG.young_cost * YOUNG_AGE) <= paid <= 0
     useful = min(0.05 * max(contribution or 0.0, 0.0), 0.9)
     assert paid == pytest.approx(-useful - 0.3 * max(5 - age, 0))
     assert float(families.prune_cost(CONFIG, one_step(held(age, contribution), WAIT))) == 0

@@ -7,8 +7,21 @@ import pytest
 import torch
 
 from esper.leyline import BadValueError
-from esper.simic.rewards import Coalition, Score, leave_one_out, sampled_shapley, shapley
-from esper.simic.rewards.attribution import ScoreCoalition, shapley_weights
+from esper.simic.rewards.attribution import (
+    ActingSeeds,
+    Attribution,
+    Coalition,
+    Score,
+    ScoreCoalition,
+    attribute,
+    leave_one_out,
+    sampled_shapley,
+    shapley_weights,
+)
+
+
+def shapley(score: ScoreCoalition, seeds: int, orders: int = 20, rng_seed: int = 0) -> Attribution:
+    return attribute(ActingSeeds(tuple(map(str, range(seeds))), score), orders=orders, rng_seed=rng_seed)
 
 
 def glove(coalition: Coalition) -> Score:
@@ -129,4 +142,4 @@ def test_nothing_to_attribute() -> None:
     with pytest.raises(BadValueError, match="orders 5"):
         sampled_shapley(glove, 3, orders=5)
     with pytest.raises(BadValueError, match="seeds -1"):
-        shapley(glove, -1)
+        leave_one_out(glove, -1)

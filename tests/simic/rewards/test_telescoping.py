@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.leyline import SeedStage
 from esper.simic.rewards import Family, RewardConfig, RewardInputs
-from esper.simic.rewards.potentials import SHAPING
+from esper.simic.rewards.families import SHAPING
 
 STEPS, ENVS = 30, 24
 EACH_GAMMA = pytest.mark.parametrize("gamma", [1.0, 0.9, 0.99])

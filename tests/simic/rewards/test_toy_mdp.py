@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.leyline import objective
 from esper.simic.rewards import RewardConfig, RewardInputs, compute_reward
-from esper.simic.rewards.potentials import shaping
+from esper.simic.rewards.families import shaping
 
 STATES = ("empty", "modest trains", "modest holds", "modest fossil", "flashy trains", "flashy holds", "flashy fossil")
 ACTIONS = ("wait", "modest", "flashy", "commit", "prune")

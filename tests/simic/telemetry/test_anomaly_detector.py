@@ -10,8 +10,9 @@ from simic.telemetry.healthy import ORDINARY, metrics_with, metrics_with_head
 
 from esper.leyline import BadValueError
 from esper.leyline.records import decode, encode
+from esper.nissa import AlarmRaised
 from esper.simic.agent import PPOConfig, PPOUpdateMetrics
-from esper.simic.telemetry import Alarm, AlarmLimits, AnomalyDetector, DetectorState
+from esper.simic.telemetry import AlarmLimits, AnomalyDetector, DetectorState
 from esper.simic.telemetry.rules import RULES
 
 Seen = list[tuple[int, str, str, str]]
@@ -20,7 +21,7 @@ Seen = list[tuple[int, str, str, str]]
 def look(detector: AnomalyDetector, rounds: list[PPOUpdateMetrics], start: int = 0) -> Seen:
     """(round, kind, subject, severity) of every alarm; ends are infos."""
     return [
-        (alarm.round, alarm.kind, alarm.subject, alarm.severity)
+        (alarm.round, alarm.alarm, alarm.subject, alarm.severity)
         for index, metrics in enumerate(rounds, start)
         for alarm in detector.look(index, metrics)
     ]
@@ -139,7 +140,7 @@ def test_drift(norm: float, factor: float, before: int) -> None:
     detector = AnomalyDetector()
     rounds = [usual] * before + [drifted] * 5
     [alarm] = [alarm for index, metrics in enumerate(rounds) for alarm in detector.look(index, metrics)]
-    assert (alarm.round, alarm.kind, alarm.severity) == (before + 2, "gradient_drift", "warning")
+    assert (alarm.round, alarm.alarm, alarm.severity) == (before + 2, "gradient_drift", "warning")
     assert alarm.value == pytest.approx(3 ** (0.95**2))
 
 
@@ -220,7 +221,7 @@ def test_words() -> None:
     (begun,) = detector.look(4, metrics_with(behaviour_gap=2e-3))
     assert begun.cause == "the behaviour gap is 0.002 (limit 0.001)"
     assert "stored observations, masks or hidden states" in begun.remedy
-    assert str(begun) == f"round 4: behaviour_gap: {begun.cause}; {begun.remedy}"
+    assert str(begun) == f"warning: round 4: behaviour_gap: {begun.cause}; {begun.remedy}"
     assert (begun.value, begun.limit, begun.ended) == (2e-3, 1e-3, False)
     (ended,) = (alarm for number in (5, 6, 7) for alarm in detector.look(number, QUIET))
     assert ended.ended
@@ -281,7 +282,9 @@ def test_alarms_are_json() -> None:
     """Also of numbers that JSON does not have."""
     (alarm,) = AnomalyDetector().look(0, metrics_with(joint_ratio_max=math.inf))
     assert json.loads(json.dumps(encode(alarm)))["value"] == "inf"
-    assert decode(Alarm, encode(replace(alarm, value=1.0, limit=2.0)), "alarm") == replace(alarm, value=1.0, limit=2.0)
+    assert decode(AlarmRaised, encode(replace(alarm, value=1.0, limit=2.0)), "alarm") == replace(
+        alarm, value=1.0, limit=2.0
+    )
 
 
 @pytest.mark.parametrize(

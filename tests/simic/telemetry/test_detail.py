@@ -5,13 +5,14 @@ from dataclasses import replace
 from simic.telemetry.healthy import metrics_with
 
 from esper.leyline.records import decode, encode
-from esper.simic.telemetry import Alarm, AnomalyDetector, Detail
+from esper.nissa import AlarmRaised
+from esper.simic.telemetry import AnomalyDetector, Detail
 
 (WARNING,) = AnomalyDetector().look(0, metrics_with(max_kl=0.2))
 INFO = replace(WARNING, severity="info", ended=True)
 
 
-def examined(detail: Detail, rounds: list[list[Alarm]]) -> list[bool]:
+def examined(detail: Detail, rounds: list[list[AlarmRaised]]) -> list[bool]:
     """Whether the round after each is examined."""
     result = []
     for alarms in rounds:

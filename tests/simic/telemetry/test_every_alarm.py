@@ -9,9 +9,9 @@ import pytest
 import torch
 from simic.telemetry.healthy import ORDINARY, metrics_with, metrics_with_head
 
+from esper.nissa import AlarmRaised
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry import (
-    Alarm,
     AnomalyDetector,
     RatioExplosionDiagnostic,
     RoundFacts,
@@ -117,7 +117,7 @@ def name_of(case: Case) -> str:
     return f"{case.kind}: {case.words}"
 
 
-def provoke(case: Case, warmup: int = 6) -> Iterator[tuple[int, Alarm]]:
+def provoke(case: Case, warmup: int = 6) -> Iterator[tuple[int, AlarmRaised]]:
     """Ordinary rounds, then bad ones, then ordinary ones."""
     detector = AnomalyDetector()
     ordinary = replace(ORDINARY.facts, acting=200, hacking=4, ransomware=4, lstm=hidden_state())
@@ -135,11 +135,11 @@ def test_alarm(case: Case) -> None:
     begins, ends = provoke(case)
     assert begins[0] == 6 + case.rounds - 1
     alarm = begins[1]
-    assert (alarm.kind, alarm.severity, alarm.subject, alarm.ended) == (case.kind, severity, case.subject, False)
+    assert (alarm.alarm, alarm.severity, alarm.subject, alarm.ended) == (case.kind, severity, case.subject, False)
     assert case.words in alarm.cause
     assert alarm.remedy
     assert ends[0] == 6 + case.rounds + 2 + 2
-    assert (ends[1].kind, ends[1].severity, ends[1].subject, ends[1].ended) == (case.kind, "info", case.subject, True)
+    assert (ends[1].alarm, ends[1].severity, ends[1].subject, ends[1].ended) == (case.kind, "info", case.subject, True)
 
 
 def test_every_rule_is_provoked() -> None:
@@ -181,4 +181,4 @@ def test_a_policy_that_stops_growing_is_not_one_that_fails_to_commit() -> None:
     detector = AnomalyDetector()
     facts = RoundFacts(episodes=24, committed=0, germinated=2, panics=0)
     alarms = [alarm for index in range(6) for alarm in detector.look(index, metrics_with(), facts)]
-    assert [(alarm.kind, alarm.severity) for alarm in alarms] == [("no_growth", "info")]
+    assert [(alarm.alarm, alarm.severity) for alarm in alarms] == [("no_growth", "info")]

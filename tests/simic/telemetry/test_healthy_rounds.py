@@ -46,7 +46,7 @@ def test_the_rounds_can_alarm() -> None:
     """The same rounds under limits that they break."""
     detector = AnomalyDetector(AlarmLimits(kl_spike=0.04, entropy=0.3))
     kinds = [
-        (alarm.kind, alarm.subject, alarm.ended)
+        (alarm.alarm, alarm.subject, alarm.ended)
         for row in healthy_rounds()[:20]
         for alarm in detector.look(row.number, row.metrics, row.facts)
     ]

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from simic.rewards.trajectories import Move, play
 
-from esper.nissa import METRICS, find_metric
+from esper.nissa.catalogue import METRICS, find_metric
 from esper.simic.agent import HeadMetrics, PPOConfig, PPOUpdateMetrics
 from esper.simic.rewards import RewardConfig, compute_reward
 from esper.simic.rewards.families import FAMILIES

@@ -68,7 +68,7 @@ def test_a_resumed_run_remembers_its_alarms(tmp_path: Path) -> None:
     jump(trainer)
     with trainer.folder:
         trainer.run_round()
-    assert "kl_extreme" in [alarm.kind for alarm in trainer.recorder.alarms]
+    assert "kl_extreme" in [alarm.alarm for alarm in trainer.recorder.alarms]
     state, detail = trainer.recorder.detector.state, trainer.recorder.detail
     assert detail.left == detail.rounds
     again = Trainer(read_config(tmp_path / "run"), tmp_path / "run", resume=True)
@@ -77,7 +77,7 @@ def test_a_resumed_run_remembers_its_alarms(tmp_path: Path) -> None:
     jump(again)
     with again.folder:
         again.run_round()
-    assert not [alarm for alarm in again.recorder.alarms if alarm.kind == "kl_extreme"]
+    assert not [alarm for alarm in again.recorder.alarms if alarm.alarm == "kl_extreme"]
 
 
 @pytest.mark.requirement(20)
@@ -87,7 +87,7 @@ def test_the_detector_reads_the_settings_of_the_agent(tmp_path: Path) -> None:
     trainer.recorder.detector = AnomalyDetector(ppo=trainer.agent.config)
     with trainer.folder:
         trainer.run_round()
-    [alarm] = [alarm for alarm in trainer.recorder.alarms if alarm.kind == "gradient_exploding"]
+    [alarm] = [alarm for alarm in trainer.recorder.alarms if alarm.alarm == "gradient_exploding"]
     assert alarm.limit == pytest.approx(0.2)
     again = Trainer(read_config(tmp_path / "run"), tmp_path / "run", resume=True)
     assert again.recorder.detector.ppo is again.agent.config
@@ -156,7 +156,7 @@ def test_suspicious_seeds_are_named(
         assert (event["round"], event["suspicion"], event["severity"]) == (0, suspicion, severity)
         assert (event["contribution"], event["gain"]) == (contribution, pytest.approx(gain, abs=0.3))
     [alarm] = trainer.recorder.alarms
-    assert alarm.kind == kind
+    assert alarm.alarm == kind
     assert f"the worst is env {named[0]['env']}, slot {named[0]['slot']}, step" in alarm.cause
 
 
@@ -167,7 +167,7 @@ def test_limits_of_alarms_are_settings_of_a_run(tmp_path: Path) -> None:
     trainer = quick_trainer(tmp_path / "run", alarms=limits)
     with trainer.folder:
         trainer.run_round()
-    assert "value_collapse" in [alarm.kind for alarm in trainer.recorder.alarms]
+    assert "value_collapse" in [alarm.alarm for alarm in trainer.recorder.alarms]
     again = Trainer(read_config(tmp_path / "run"), tmp_path / "run", resume=True)
     assert again.recorder.detector.limits == limits
     with again.folder:
@@ -181,6 +181,6 @@ def test_cells_that_grow_without_bound(tmp_path: Path, monkeypatch: pytest.Monke
     with trainer.folder:
         trainer.run_round()
     [alarm] = [alarm for alarm in trainer.recorder.alarms if alarm.subject == "cell"]
-    assert alarm.kind == "lstm_extreme"
+    assert alarm.alarm == "lstm_extreme"
     assert alarm.value > 3.0
     assert "root mean square of the LSTM's cells is" in alarm.cause

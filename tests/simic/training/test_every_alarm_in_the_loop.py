@@ -15,10 +15,11 @@ from simic.training.tiny import quick_config, quick_trainer
 from torch import Tensor, nn
 
 from esper.leyline import LifecycleOp, Measurement
+from esper.nissa import AlarmRaised
 from esper.simic.agent import PPOAgent, load_agent
 from esper.simic.rewards import Rewarded
-from esper.simic.rewards.potentials import SHAPING
-from esper.simic.telemetry import Alarm, AnomalyDetector, Detail
+from esper.simic.rewards.families import SHAPING
+from esper.simic.telemetry import AnomalyDetector, Detail
 from esper.simic.telemetry.detector import DRIFT_WARMUP
 from esper.simic.telemetry.rules import RULES
 from esper.simic.training import collect
@@ -333,7 +334,7 @@ def go_on(calm: dict[int, Path], folder: Path, hosts: int = 4) -> Trainer:
     return Trainer(quick_config(hosts=hosts), folder, resume=True)
 
 
-def run(trainer: Trainer, rounds: int) -> dict[int, tuple[Alarm, ...]]:
+def run(trainer: Trainer, rounds: int) -> dict[int, tuple[AlarmRaised, ...]]:
     """So many rounds, and what each raised."""
     seen = {}
     for _ in range(rounds):
@@ -352,7 +353,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:  # Any: JSON
     return [event for event in events(folder) if event["kind"] == "alarm" and not event["ended"]]
 
 
-def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], folder: Path) -> None:
+def check(expected: Expected, first: int, seen: dict[int, tuple[AlarmRaised, ...]], folder: Path) -> None:
     """It was raised once, in its round, with its cause, and is in the log alike."""
     severity = {rule.kind: rule.severity for rule in RULES}[expected.kind]
     key = (expected.kind, expected.subject)
@@ -360,7 +361,7 @@ def check(expected: Expected, first: int, seen: dict[int, tuple[Alarm, ...]], fo
         (number, alarm)
         for number, alarms in seen.items()
         for alarm in alarms
-        if (alarm.kind, alarm.subject) == key and not alarm.ended
+        if (alarm.alarm, alarm.subject) == key and not alarm.ended
     ]
     assert (number, alarm.round, alarm.severity) == (first + expected.after - 1, number, severity)
     assert expected.cause in alarm.cause
@@ -427,7 +428,7 @@ def test_offenders_are_named(calm: dict[int, Path], tmp_path: Path, monkeypatch:
     assert joint[0] == pytest.approx(metrics["ppo/joint_ratio_max"], rel=1e-3)
     assert {tuple(offender["action"]) for offender in ratios["worst"]} == {(WAIT, 0, 0)}
     assert len(joint) == ratios["exploded"]["joint"] > 0
-    [alarm] = [alarm for alarm in alarms if alarm.kind == "ratio_exploded"]
+    [alarm] = [alarm for alarm in alarms if alarm.alarm == "ratio_exploded"]
     assert alarm.cause.endswith(f"; {len(joint)} exploded")
 
 

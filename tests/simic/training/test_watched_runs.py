@@ -14,7 +14,8 @@ from nissa.watchers import Broken, Recorder
 from simic.training.tiny import NAME, tiny_task
 
 from esper.cli import main
-from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, SinkSettings, find_metric
+from esper.nissa import AlarmRaised, Hub, RoundMeasured, SinkSettings, find_metric
+from esper.nissa.catalogue import METRICS
 from esper.nissa.sinks import ConsoleSink
 from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
 from esper.simic.training.config import TrainConfig

@@ -1,31 +1,10 @@
 """Rewards as pure functions over tensors of envs, each with its breakdown, and the attribution of gain to seeds."""
 
-from esper.simic.rewards.attribution import (
-    Attribution,
-    Coalition,
-    Finding,
-    Score,
-    Suspects,
-    Suspicion,
-    detect,
-    findings,
-    leave_one_out,
-    sampled_shapley,
-    shapley,
-)
+from esper.simic.rewards.attribution import Finding, Suspects, Suspicion, detect, findings
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
-from esper.simic.rewards.families import FAMILIES, compute_reward
-from esper.simic.rewards.potentials import (
-    Rewarded,
-    RewardInputs,
-    is_measured,
-    relative_loss,
-)
+from esper.simic.rewards.families import Rewarded, RewardInputs, compute_reward, is_measured
 
 __all__ = [
-    "FAMILIES",
-    "Attribution",
-    "Coalition",
     "DetectorLimits",
     "Family",
     "Finding",
@@ -33,7 +12,6 @@ __all__ = [
     "RewardConfig",
     "RewardInputs",
     "Rewarded",
-    "Score",
     "Suspects",
     "Suspicion",
     "check_gamma",
@@ -41,8 +19,4 @@ __all__ = [
     "detect",
     "findings",
     "is_measured",
-    "leave_one_out",
-    "relative_loss",
-    "sampled_shapley",
-    "shapley",
 ]

@@ -12,21 +12,21 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper.kasmina import MorphogeneticModel
-from esper.kasmina.compare import RowScore, score_row
+from esper.kasmina.compare import score_row
 from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement
 from esper.leyline.numbers import require_whole
 from esper.simic.rewards.config import DetectorLimits
-from esper.simic.rewards.potentials import is_measured
+from esper.simic.rewards.families import is_measured
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
 from esper.tolaria.batches import Samples
@@ -34,8 +34,7 @@ from esper.tolaria.memory import LEAST_PART, memory_guard
 from esper.tolaria.passes import score_rows
 from esper.tolaria.rows import deployed_rows
 
-EXACT_UP_TO = 4
-"""Number of seeds up to which all 2ⁿ coalitions are scored."""
+EXACT_UP_TO = 4  # number of seeds up to which all 2ⁿ coalitions are scored
 
 Coalition = frozenset[int]
 Weights = Mapping[Coalition, float]
@@ -44,13 +43,13 @@ Weights = Mapping[Coalition, float]
 class Score(NamedTuple):
     """A host in which only some seeds act."""
 
-    accuracy: float
-    """Points"""
+    accuracy: float  # points
     correct: Tensor | None = None
     """(images,) 0 or 1, on the same images for every coalition; without it, the score has no error"""
 
 
 ScoreCoalition = Callable[[Coalition], Score]
+Method = Literal["leave-one-out", "exact", "sampled"]
 
 
 class Attribution(NamedTuple):
@@ -59,9 +58,8 @@ class Attribution(NamedTuple):
     seeds: tuple[Measurement, ...]
     together: Measurement
     """All seeds against none. Shapley values add up to it; leave-one-out values need not."""
-    method: Literal["leave-one-out", "exact", "sampled"]
-    evaluations: int
-    """Coalitions that were scored"""
+    method: Method
+    evaluations: int  # coalitions that were scored
 
 
 def leave_one_out(score: ScoreCoalition, seeds: int) -> Attribution:
@@ -69,15 +67,7 @@ def leave_one_out(score: ScoreCoalition, seeds: int) -> Attribution:
     require_whole("seeds", seeds, 0)
     everyone = frozenset(range(seeds))
     weights: list[Weights] = [{everyone: 1.0, everyone - {seed}: -1.0} for seed in range(seeds)]
-    return _attribute(_Scores(score), weights, "leave-one-out")
-
-
-def shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
-    """Shapley values: exact for up to four seeds, otherwise from random orders."""
-    require_whole("seeds", seeds, 0)
-    if seeds > EXACT_UP_TO:
-        return sampled_shapley(score, seeds, orders=orders, rng_seed=rng_seed)
-    return _attribute(_Scores(score), [shapley_weights(seed, seeds) for seed in range(seeds)], "exact")
+    return _attribute(score, weights, "leave-one-out")
 
 
 def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
@@ -88,7 +78,7 @@ def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_
     require_whole("seeds", seeds, 1)
     if orders < 4 or orders % 2:
         raise BadValueError(f"orders {orders!r} is not an even number of 4 or more; each order comes with its reverse")
-    scores, generator = _Scores(score), random.Random(rng_seed)
+    score, generator = cache(score), random.Random(rng_seed)
     weights: list[dict[Coalition, float]] = [defaultdict(float) for _ in range(seeds)]
     pairs: list[list[float]] = [[] for _ in range(seeds)]  # mean marginal of an order and its reverse
     for _ in range(orders // 2):
@@ -99,10 +89,10 @@ def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_
                 without = frozenset(direction[:position])
                 weights[seed][without | {seed}] += 1 / orders
                 weights[seed][without] -= 1 / orders
-                marginals[seed] += (scores[without | {seed}].accuracy - scores[without].accuracy) / 2
+                marginals[seed] += (score(without | {seed}).accuracy - score(without).accuracy) / 2
         for seed, marginal in enumerate(marginals):
             pairs[seed].append(marginal)
-    result = _attribute(scores, weights, "sampled")
+    result = _attribute(score, weights, "sampled")
     errors = [math.hypot(seed.error, _standard_error(pair)) for seed, pair in zip(result.seeds, pairs, strict=True)]
     return result._replace(seeds=tuple(map(Measurement, (seed.value for seed in result.seeds), errors)))
 
@@ -124,31 +114,18 @@ def _standard_error(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-class _Scores(dict[Coalition, Score]):
-    """Scores each coalition once, on first use."""
-
-    def __init__(self, score: ScoreCoalition) -> None:
-        super().__init__()
-        self._score = score
-
-    def __missing__(self, coalition: Coalition) -> Score:
-        self[coalition] = self._score(coalition)
-        return self[coalition]
-
-
-def _attribute(
-    scores: _Scores, weights: Sequence[Weights], method: Literal["leave-one-out", "exact", "sampled"]
-) -> Attribution:
-    values = tuple(_weighted_sum(each, scores) for each in weights)
+def _attribute(score: ScoreCoalition, weights: Sequence[Weights], method: Method) -> Attribution:
+    cached = cache(score)
+    values = tuple(_weighted_sum(each, cached) for each in weights)
     whole: Weights = {frozenset(range(len(weights))): 1.0, frozenset(): -1.0}
-    together = _weighted_sum(whole, scores) if weights else Measurement(0.0, 0.0)
-    return Attribution(values, together, method, len(scores))
+    together = _weighted_sum(whole, cached) if weights else Measurement(0.0, 0.0)
+    return Attribution(values, together, method, cached.cache_info().currsize)
 
 
-def _weighted_sum(weights: Weights, scores: Mapping[Coalition, Score]) -> Measurement:
+def _weighted_sum(weights: Weights, score: ScoreCoalition) -> Measurement:
     """A weighted sum of scores with its standard error, paired over the images."""
-    value = sum(weight * scores[coalition].accuracy for coalition, weight in weights.items())
-    correct = [(weight, scores[coalition].correct) for coalition, weight in weights.items()]
+    value = sum(weight * score(coalition).accuracy for coalition, weight in weights.items())
+    correct = [(weight, score(coalition).correct) for coalition, weight in weights.items()]
     parts = [100.0 * weight * images.double() for weight, images in correct if images is not None]
     if len(parts) < len(weights) or parts[0].numel() < 2:
         return Measurement(value, 0.0)
@@ -158,26 +135,29 @@ def _weighted_sum(weights: Weights, scores: Mapping[Coalition, Score]) -> Measur
 class ActingSeeds(NamedTuple):
     """The acting seeds of one host in its current state."""
 
-    slots: tuple[str, ...]
-    """Seed i of a coalition is in slot i, in the host's order"""
+    slots: tuple[str, ...]  # seed i of a coalition is in slot i, in the host's order
     score: ScoreCoalition
 
 
 def attribute(seeds: ActingSeeds, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
     """Shapley values in the order of `seeds.slots`: exact for up to four seeds, otherwise from random orders."""
-    return shapley(seeds.score, len(seeds.slots), orders=orders, rng_seed=rng_seed)
+    count = len(seeds.slots)
+    if count > EXACT_UP_TO:
+        return sampled_shapley(seeds.score, count, orders=orders, rng_seed=rng_seed)
+    return _attribute(seeds.score, [shapley_weights(seed, count) for seed in range(count)], "exact")
 
 
 def seeds_of_model(model: MorphogeneticModel, x: Tensor, targets: Tensor, calibration: Tensor) -> ActingSeeds:
     """The acting seeds of a model on these images; `calibration` are training inputs, as for `model.measure`."""
     slots = tuple(slot_id for slot_id, slot in model.seed_slots.items() if slot.state.stage in ACTIVE_STAGES)
 
-    def score(acting: Collection[str]) -> RowScore:
-        roles = {slot_id: Role.SILENT for slot_id in slots if slot_id not in acting}
+    def score(coalition: Coalition) -> Score:
+        roles = {slot_id: Role.SILENT for seed, slot_id in enumerate(slots) if seed not in coalition}
         with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
-            return score_row(model.body, x, targets, roles, calibration)
+            row = score_row(model.body, x, targets, roles, calibration)
+        return Score(row.accuracy, row.correct)
 
-    return _acting_seeds(slots, score)
+    return ActingSeeds(slots, score)
 
 
 def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) -> ActingSeeds:
@@ -191,22 +171,16 @@ def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) ->
     first = max(0, min(env, len(everyone) - LEAST_PART))
     envs = everyone[first : first + LEAST_PART]
 
-    def score(acting: Collection[str]) -> RowScore:
+    def score(coalition: Coalition) -> Score:
+        acting = {slots[seed] for seed in coalition}
         with memory_guard(fleet, "scoring coalitions"):
             fleet.update_plan()
             rows = deployed_rows(fleet, envs)
             acts = {slot: [act for act in acts if act.bank.slot.slot_id in acting] for slot, acts in rows.acts.items()}
-            return score_rows(fleet, replace(rows, acts=acts), samples, calibration)[envs.index(env)]
-
-    return _acting_seeds(slots, score)
-
-
-def _acting_seeds(slots: tuple[str, ...], score: Callable[[Collection[str]], RowScore]) -> ActingSeeds:
-    def score_numbered(coalition: Coalition) -> Score:
-        row = score([slots[seed] for seed in coalition])
+            row = score_rows(fleet, replace(rows, acts=acts), samples, calibration)[envs.index(env)]
         return Score(row.accuracy, row.correct)
 
-    return ActingSeeds(slots, score_numbered)
+    return ActingSeeds(slots, score)
 
 
 Suspicion = Literal["hacking", "ransomware"]
@@ -235,10 +209,8 @@ class Finding:
     slot: str
     suspicion: Suspicion
     severity: Severity
-    contribution: float
-    """Points that the host would lose without the seed"""
-    gain: float
-    """Points that the host has over its control"""
+    contribution: float  # points that the host would lose without the seed
+    gain: float  # points that the host has over its control
 
 
 def detect(slots: SlotView, gain: Tensor, limits: DetectorLimits) -> Suspects:

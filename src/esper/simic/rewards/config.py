@@ -4,43 +4,26 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from esper.leyline import DEFAULT_GAMMA, RHO, BadValueError, EsperError, LifecycleOp, UnknownNameError
+from esper.leyline import DEFAULT_GAMMA, RHO, BadValueError, EsperError, UnknownNameError
 from esper.leyline.numbers import require_positive, require_share, require_whole
 
 Family = Literal["paired", "shaped", "simplified", "sparse", "minimal", "loss"]
 
-STAGE_WEIGHT = 0.3
-"""Points per unit of stage potential."""
-PROXY_CONFIDENCE = 0.3
-"""Weight of gain that no measured contribution explains, relative to the weight of attribution."""
-RATIO_RANGE = 10.0
-"""Points above the limit at which the ratio penalty reaches its cap."""
-DELAY_CAP = 0.3
-"""Largest cost of delay, per seed and step."""
-PRUNE_CAP = 0.9
-"""Largest cost of pruning a useful seed."""
-YOUNG_AGE = 5
-"""Age in steps below which a seed cannot be judged."""
-SHOCK_CAP = 1.0
-"""Largest cost of sudden changes of alpha, per step."""
-LOSS_POINTS = 100.0
-"""`loss`: points for a loss of 0; the random-guess loss is worth 0."""
+PROXY_CONFIDENCE = 0.3  # weight of gain that no measured contribution explains, relative to the weight of attribution
+SHOCK_CAP = 1.0  # largest cost of sudden changes of alpha, per step
 
 
 class GammaMismatchError(EsperError, ValueError):
     """Shaping and trainer discount differently, so that shaping would change the optimal policy."""
 
-    def __init__(self, reward_gamma: float, trainer_gamma: float) -> None:
-        super().__init__(
-            f"the reward's gamma {reward_gamma!r} is not the trainer's gamma {trainer_gamma!r}; "
-            "shaping preserves the optimal policy only if they are equal: set reward.gamma and ppo.gamma alike"
-        )
-
 
 def check_gamma(reward_gamma: float, trainer_gamma: float) -> None:
     """Raise unless the two are equal. Trainers call it before their first step."""
     if reward_gamma != trainer_gamma:
-        raise GammaMismatchError(reward_gamma, trainer_gamma)
+        raise GammaMismatchError(
+            f"the reward's gamma {reward_gamma!r} is not the trainer's gamma {trainer_gamma!r}; "
+            "shaping preserves the optimal policy only if they are equal: set reward.gamma and ppo.gamma alike"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,8 +92,9 @@ class RewardConfig:
         if self.price_after > 1:
             raise BadValueError(f"price_after {self.price_after!r} is not in [0, 1]: it is a share of the run")
         if self.commit_price and self.family != "paired":
-            price, family = self.commit_price, self.family
-            raise BadValueError(f"commit_price {price!r}: only the family paired has one, not {family!r}")
+            raise BadValueError(
+                f"commit_price {self.commit_price!r}: only the family paired has one, not {self.family!r}"
+            )
         # A crash skips the costs that depend on the state it never reached.
         if self.crash_margin <= self.ratio_cap + SHOCK_CAP:
             raise BadValueError(
@@ -129,23 +113,9 @@ class RewardConfig:
 
     @property
     def op_costs(self) -> tuple[float, ...]:
-        """Cost of each op, by its value."""
-        return tuple(float(getattr(self, OP_COSTS[op])) if op in OP_COSTS else 0.0 for op in LifecycleOp)
-
-    @property
-    def prune_bound(self) -> float:
-        """The highest cost of pruning one seed, besides its op."""
-        return PRUNE_CAP + self.young_cost * YOUNG_AGE
-
-
-OP_COSTS = {
-    LifecycleOp.GERMINATE: "germinate_cost",
-    LifecycleOp.SET_ALPHA_TARGET: "set_alpha_cost",
-    LifecycleOp.PRUNE: "prune_cost",
-    LifecycleOp.FOSSILIZE: "fossilize_cost",
-    LifecycleOp.ADVANCE: "advance_cost",
-}
-"""The setting that holds the cost of an op."""
+        """Cost of each op, in the order of `LifecycleOp`."""
+        changes = (self.germinate_cost, self.set_alpha_cost, self.prune_cost)
+        return (0.0, *changes, self.fossilize_cost, self.advance_cost)
 
 
 def _require_amounts(config: DetectorLimits | RewardConfig) -> None:

@@ -16,35 +16,72 @@ the state in which it was taken. Those that need s' are 0 in a panic.
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage, rent
-from esper.simic.rewards.config import (
-    DELAY_CAP,
-    LOSS_POINTS,
-    PRUNE_CAP,
-    RATIO_RANGE,
-    SHOCK_CAP,
-    STAGE_WEIGHT,
-    YOUNG_AGE,
-    RewardConfig,
-)
-from esper.simic.rewards.potentials import (
-    SHAPING,
-    Rewarded,
-    RewardInputs,
-    credit,
-    measured_points,
-    shaping,
-    stage_potential,
-    unexplained,
-)
-from esper.tamiyo.signals import SlotView
+from esper.simic.rewards.config import SHOCK_CAP, RewardConfig
+from esper.tamiyo.signals import Measured, SlotView
+
+SHAPING = "shaping"
+"""Name of the part that telescopes away; all other parts are final."""
+STAGE_POTENTIALS = (0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0, 0.0)
+"""By stage, in the order of `SeedStage`; it never falls on the way to a fossil."""
+STAGE_WEIGHT = 0.3  # points per unit of stage potential
+RATIO_RANGE = 10.0  # points above the limit at which the ratio penalty reaches its cap
+DELAY_CAP = 0.3  # largest cost of delay, per seed and step
+PRUNE_CAP = 0.9  # largest cost of pruning a useful seed
+YOUNG_AGE = 5  # age in steps below which a seed cannot be judged
+LOSS_POINTS = 100.0  # `loss`: points for a loss of 0; the random-guess loss is worth 0
 
 Levels = Mapping[str, Tensor]
+
+
+class RewardInputs(NamedTuple):
+    """One step s → s' of every env, (N,) unless stated otherwise; accuracies and gains in points.
+
+    In a panic nothing of s' is read, because the host never reached it: such rows may hold anything, including NaN.
+    """
+
+    potential: Tensor  # Φ(s) as the previous step returned it; 0 at the start of an episode
+    op: Tensor  # long: what was executed in s; WAIT if nothing was
+    slot: Tensor  # long: where
+    before: SlotView  # s; steps and ages count steps
+    after: SlotView  # s'
+    seed_parameters: Tensor  # (N, S) parameters of the seed that each slot held in s, or 0
+    gain: Tensor  # of the live host in s'
+    control_accuracy: Tensor
+    chance_accuracy: Tensor
+    loss: Tensor  # validation loss of the live host in s', in units of the random-guess loss
+    acting_parameters: Tensor  # of all seeds with alpha > 0 in s'; in s after a panic
+    fossil_parameters: Tensor
+    host_parameters: Tensor
+    terminal: Tensor  # bool: s' is the end of the episode
+    objective_gain: Tensor  # of the hardened host, on the same images; read where terminal
+    objective_loss: Tensor  # of the hardened host, in units of the random-guess loss; read where terminal
+    panic: Tensor  # bool: training on the way to s' failed, and the host was restored to s
+
+
+class Rewarded(NamedTuple):
+    """A reward and its parts, and the potential for the next one."""
+
+    parts: Mapping[str, Tensor]  # (N,) each
+    potential: Tensor  # (N,) Φ(s') to pass to the next step: 0 after an episode, Φ(s) after a panic
+    levels: Mapping[str, Tensor]  # (N,) each: the terms of Φ(s'); meaningless after a panic or an end
+
+    @property
+    def total(self) -> Tensor:
+        """(N,) the sum of the parts, in their order."""
+        return reduce(torch.add, self.parts.values())
+
+    @property
+    def shaped_share(self) -> Tensor:
+        """(N,) absolute shaping over the sum of absolute parts, in [0, 1]; 0 if all parts are 0."""
+        sizes = reduce(torch.add, (part.abs() for part in self.parts.values()))
+        return torch.where(sizes > 0, self.parts[SHAPING].abs() / torch.where(sizes > 0, sizes, 1.0), 0.0)
 
 
 def compute_reward(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
@@ -109,9 +146,49 @@ def loss(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     return _rewarded(config, inputs, levels, ending)
 
 
-FAMILIES: Mapping[str, Callable[[RewardConfig, RewardInputs], Rewarded]] = MappingProxyType(
-    {family.__name__: family for family in (paired, shaped, simplified, sparse, minimal, loss)}
-)
+FAMILIES: Mapping[str, Callable[[RewardConfig, RewardInputs], Rewarded]] = {
+    family.__name__: family for family in (paired, shaped, simplified, sparse, minimal, loss)
+}
+
+
+def shaping(before: Tensor, after: Tensor, ends: Tensor, gamma: float) -> Tensor:
+    """γ Φ(s') − Φ(s), with Φ(s') := 0 where the segment ends."""
+    return gamma * torch.where(ends, 0.0, after.double()) - before.double()
+
+
+def stage_potential(stage: Tensor) -> Tensor:
+    """Sum of the stages' potentials over **all** slots, (N, S) → (N,)."""
+    return torch.tensor(STAGE_POTENTIALS, dtype=torch.float64, device=stage.device)[stage].sum(-1)
+
+
+def is_measured(contribution: Measured, alpha: Tensor) -> Tensor:
+    """(N, S): whether a contribution counts. A silent seed (alpha 0) has none, whatever was recorded."""
+    return contribution.valid & (alpha > 0)
+
+
+def measured_points(slots: SlotView) -> Tensor:
+    """Measured contributions, (N, S); 0 where there is none."""
+    return torch.where(is_measured(slots.contribution, slots.alpha), slots.contribution.value.double(), 0.0)
+
+
+def credit(slots: SlotView, gain: Tensor) -> Tensor:
+    """Points that each seed is credited with, (N, S).
+
+    Contributions that add up to more than the gain over the control are scaled down to it: neither dependence nor the
+    host's own progress earns credit. Harm is charged in full. Silent or unmeasured seeds get nothing.
+    """
+    points = measured_points(slots)
+    claims = points.clamp_min(0)
+    claimed, earned = claims.sum(-1, keepdim=True), gain.double().clamp_min(0).unsqueeze(-1)
+    share = torch.where(claimed > earned, earned / torch.where(claimed > 0, claimed, 1.0), 1.0)
+    return claims * share + points.clamp_max(0)
+
+
+def unexplained(slots: SlotView, gain: Tensor) -> Tensor:
+    """Gain that measured contributions leave to acting but unmeasured seeds, (N,); 0 without such a seed."""
+    unmeasured = (slots.alpha > 0) & ~slots.contribution.valid
+    explained = credit(slots, gain).clamp_min(0).sum(-1)
+    return torch.where(unmeasured.any(-1), (gain.double() - explained).clamp_min(0), 0.0)
 
 
 def op_cost(config: RewardConfig, inputs: RewardInputs) -> Tensor:
@@ -150,7 +227,7 @@ def indecision_cost(config: RewardConfig, inputs: RewardInputs) -> Tensor:
 
 
 def prune_cost(config: RewardConfig, inputs: RewardInputs) -> Tensor:
-    """Pruning a useful seed, or one too young to judge; at most `prune_bound`. Pruning a harmful one is free."""
+    """Pruning a useful seed, or one too young to judge; bounded. Pruning a harmful one is free."""
     useful = (config.prune_slope * measured_points(inputs.before).clamp_min(0)).clamp_max(PRUNE_CAP)
     return young_prune_cost(config, inputs) - torch.where(_pruned(inputs), useful, 0.0).sum(-1)
 

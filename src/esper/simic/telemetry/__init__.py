@@ -1,6 +1,6 @@
 """Measures training, raises alarms and profiles, without changing a run."""
 
-from esper.simic.telemetry.alarms import Alarm, AlarmLimits, RoundFacts
+from esper.simic.telemetry.alarms import AlarmLimits, RoundFacts
 from esper.simic.telemetry.detector import AnomalyDetector, Detail, DetectorState, GradientEMATracker
 from esper.simic.telemetry.examination import (
     DetailReport,
@@ -21,7 +21,6 @@ from esper.simic.telemetry.profiling import Spans, SpanTotal, check_trace, opera
 from esper.simic.telemetry.rules import alarm_catalogue
 
 __all__ = [
-    "Alarm",
     "AlarmLimits",
     "AnomalyDetector",
     "Detail",

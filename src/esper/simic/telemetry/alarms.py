@@ -1,19 +1,17 @@
-"""Alarms: their thresholds, the facts of a round, readings with a verdict, and the record of an alarm."""
+"""Alarms: their thresholds, the facts of a round, and readings with a verdict."""
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from esper.leyline import BadValueError
 from esper.simic.telemetry.examination import RatioReport
 from esper.simic.telemetry.measurements import GradientReport, LstmHealth
 
-Severity = Literal["info", "warning", "critical"]
-Verdict = Literal["bad", "between", "healthy"]
-"""*between* neither raises an alarm nor helps to end it."""
+Verdict = Literal["bad", "between", "healthy"]  # *between* neither raises an alarm nor helps to end it
 
-BAND = 1.5
-"""Factor beyond its threshold at which a quantity is healthy again."""
+BAND = 1.5  # factor beyond its threshold at which a quantity is healthy again
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class AlarmLimits:
     gradient_high: float = 200.0
     """Global gradient norm before clipping, in units of the clip norm."""
     drift: float = 2.4
-    """Factor between the norm of the heads' gradients and its exponential mean. Healthy runs reach 2.2 three rounds
-    running."""
+    """Factor between the heads' gradient norm and its exponential mean. Healthy runs reach 2.2 for three rounds."""
     lstm_rms: float = 10.0
     """Root mean square of the LSTM's cells."""
     behaviour_gap: float = 1e-3
@@ -70,48 +67,21 @@ class RoundFacts:
     """Counts over a round's episodes. None means not measured, which neither raises nor ends an alarm."""
 
     episodes: int | None = None
-    committed: int | None = None
-    """Episodes with a committed seed"""
-    germinated: int | None = None
-    """Seeds"""
+    committed: int | None = None  # episodes with a committed seed
+    germinated: int | None = None  # seeds
     panics: int | None = None
-    acting: int | None = None
-    """Acting seeds with a measured contribution, counted in every step"""
-    hacking: int | None = None
-    """Those suspected of reward hacking"""
-    ransomware: int | None = None
-    """Those suspected of ransomware (`esper.simic.rewards.detect`)"""
-    worst_hacking: str = ""
-    """Description of the worst suspect"""
+    acting: int | None = None  # acting seeds with a measured contribution, counted in every step
+    hacking: int | None = None  # those suspected of reward hacking
+    ransomware: int | None = None  # those suspected of ransomware (`esper.simic.rewards.detect`)
+    worst_hacking: str = ""  # description of the worst suspect
     worst_ransomware: str = ""
-    lstm: LstmHealth | None = None
-    """In the middle of the episodes"""
+    lstm: LstmHealth | None = None  # in the middle of the episodes
     gradients: GradientReport | None = None
     ratios: RatioReport | None = None
 
     def per_episode(self, count: int | None) -> float | None:
         """A count divided by the number of episodes, if both are known."""
         return count / self.episodes if count is not None and self.episodes else None
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """The beginning or the end of a problem."""
-
-    kind: str
-    severity: Severity
-    round: int
-    subject: str
-    """The head or the part of the LSTM; empty if the alarm is about the whole"""
-    ended: bool
-    value: float
-    limit: float | None
-    cause: str
-    """A sentence with value and limit"""
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"round {self.round}: {self.kind}: {self.cause}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class Reading(NamedTuple):
@@ -129,21 +99,19 @@ class Reading(NamedTuple):
         return f"the {self.quantity} is {self.value:.3g}{limit}"
 
 
-def above(quantity: str, value: float | None, limit: float, subject: str = "", remark: str = "") -> list[Reading]:
-    """A reading that is bad above the limit and healthy up to limit / BAND."""
+def above(
+    quantity: str, value: float | None, limit: float, subject: str = "", remark: str = "", *, inverted: bool = False
+) -> list[Reading]:
+    """A reading that is bad above the limit, or below it if inverted. It is healthy beyond the limit by BAND."""
     if value is None or math.isnan(value):
         return []
-    verdict: Verdict = "bad" if value > limit else "healthy" if value <= limit / BAND else "between"
-    return [Reading(quantity, verdict, value, limit, subject, remark)]
+    bad, healthy = value > limit, value <= limit / BAND
+    if inverted:
+        bad, healthy = value < limit, value >= (limit * BAND if limit > 0 else limit / BAND)
+    return [Reading(quantity, "bad" if bad else "healthy" if healthy else "between", value, limit, subject, remark)]
 
 
-def below(quantity: str, value: float | None, limit: float, subject: str = "", remark: str = "") -> list[Reading]:
-    """A reading that is bad below the limit and healthy above it by a factor of BAND."""
-    if value is None or math.isnan(value):
-        return []
-    healthy = limit * BAND if limit > 0 else limit / BAND
-    verdict: Verdict = "bad" if value < limit else "healthy" if value >= healthy else "between"
-    return [Reading(quantity, verdict, value, limit, subject, remark)]
+below = partial(above, inverted=True)  # a reading that is bad below the limit
 
 
 def flag(quantity: str, bad: bool, value: float, limit: float | None, remark: str = "") -> list[Reading]:

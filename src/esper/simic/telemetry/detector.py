@@ -6,23 +6,21 @@ from dataclasses import dataclass, field, replace
 
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_positive
+from esper.nissa import AlarmRaised
 from esper.simic.agent import PPOConfig, PPOUpdateMetrics
-from esper.simic.telemetry.alarms import Alarm, AlarmLimits, Reading, RoundFacts
+from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts
 from esper.simic.telemetry.rules import GRADIENT_LOW, RULES, Evidence, Rule
 
-CALM = 3
-"""Healthy rounds running that end an alarm."""
+CALM = 3  # healthy rounds running that end an alarm
 DRIFT_MOMENTUM = 0.95
-DRIFT_WARMUP = 5
-"""Rounds before a gradient norm has a usual value."""
+DRIFT_WARMUP = 5  # rounds before a gradient norm has a usual value
 
 
 @dataclass(frozen=True)
 class DriftState:
     """State of a tracker, for a checkpoint."""
 
-    log_mean: float = 0.0
-    """Exponential mean of ln(norm)"""
+    log_mean: float = 0.0  # exponential mean of ln(norm)
     count: int = 0
 
 
@@ -36,8 +34,7 @@ class GradientEMATracker:
     def __init__(self, momentum: float = DRIFT_MOMENTUM, state: DriftState | None = None) -> None:
         if not 0 <= momentum < 1:
             raise BadValueError(f"momentum {momentum!r} is not in [0, 1)")
-        self.momentum = momentum
-        self.state = state if state is not None else DriftState()
+        self.momentum, self.state = momentum, state or DriftState()
 
     def observe(self, norm: float, doubtful: float = math.inf) -> float:
         """The factor (1 or more) between the norm and its mean so far; then include the norm in the mean.
@@ -62,13 +59,10 @@ class AlarmState:
 
     kind: str
     subject: str
-    bad: int = 0
-    """Bad readings running"""
-    calm: int = 0
-    """Healthy readings running"""
+    bad: int = 0  # bad readings running
+    calm: int = 0  # healthy readings running
     active: bool = False
-    since: int = 0
-    """The round in which an active alarm began"""
+    since: int = 0  # the round in which an active alarm began
 
 
 @dataclass(frozen=True)
@@ -91,9 +85,7 @@ class AnomalyDetector:
         self, limits: AlarmLimits | None = None, state: DetectorState | None = None, ppo: PPOConfig | None = None
     ) -> None:
         """`ppo`: the agent's settings; its clip norm is the unit of gradient norms."""
-        self.limits = limits if limits is not None else AlarmLimits()
-        self.ppo = ppo if ppo is not None else PPOConfig()
-        state = state if state is not None else DetectorState()
+        self.limits, self.ppo, state = limits or AlarmLimits(), ppo or PPOConfig(), state or DetectorState()
         self._last_round = state.last_round
         self._tracker = GradientEMATracker(state=state.drift)
         self._alarms = {(alarm.kind, alarm.subject): alarm for alarm in state.alarms}
@@ -103,14 +95,13 @@ class AnomalyDetector:
         """Everything that a resumed run needs to raise the same alarms."""
         return DetectorState(self._last_round, self._tracker.state, tuple(self._alarms.values()))
 
-    def look(self, round_index: int, metrics: PPOUpdateMetrics, facts: RoundFacts | None = None) -> tuple[Alarm, ...]:
+    def look(self, number: int, metrics: PPOUpdateMetrics, facts: RoundFacts | None = None) -> tuple[AlarmRaised, ...]:
         """Alarms that begin or end with this round, in the order of the rules."""
-        if round_index <= self._last_round:
-            raise BadValueError(f"round {round_index} after round {self._last_round}; pass each round once, in order")
-        self._last_round = round_index
-        facts = facts if facts is not None else RoundFacts()
-        evidence = Evidence(metrics, facts, self.limits, self._drift(metrics), self.ppo.clip_norm)
-        judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(evidence))
+        if number <= self._last_round:
+            raise BadValueError(f"round {number} after round {self._last_round}; pass each round once, in order")
+        self._last_round = number
+        evidence = Evidence(metrics, facts or RoundFacts(), self.limits, self._drift(metrics), self.ppo.clip_norm)
+        judged = (self._judge(rule, reading) for rule in RULES for reading in rule.read(evidence))
         return tuple(alarm for alarm in judged if alarm is not None)
 
     def _drift(self, metrics: PPOUpdateMetrics) -> float | None:
@@ -127,38 +118,34 @@ class AnomalyDetector:
         drift = self._tracker.observe(norm, self.limits.drift if known else math.inf)
         return drift if known else None
 
-    def _judge(self, rule: Rule, reading: Reading, round_index: int) -> Alarm | None:
+    def _judge(self, rule: Rule, reading: Reading) -> AlarmRaised | None:
         """Count a reading; the alarm that begins or ends with it."""
-        key = rule.kind, reading.subject
+        number, key = self._last_round, (rule.kind, reading.subject)
         alarm = self._alarms.get(key, AlarmState(*key))
         bad = alarm.bad + 1 if reading.verdict == "bad" else 0
         calm = alarm.calm + 1 if reading.verdict == "healthy" else 0
         begins = not alarm.active and bad >= rule.patience
         ends = alarm.active and calm >= CALM
-        since, active = round_index if begins else alarm.since, (alarm.active or begins) and not ends
-        self._alarms[key] = replace(alarm, bad=bad, calm=calm, active=active, since=since)
-        if begins:
-            severity, cause, remedy = rule.severity, f"{reading}{reading.remark}{rule.duration}", rule.remedy
-        elif ends:
-            severity, remedy = "info", ""
-            cause = f"over: {reading}, healthy for {CALM} rounds; it began in round {since}"
-        else:
+        since, active = number if begins else alarm.since, (alarm.active or begins) and not ends
+        self._alarms[key] = AlarmState(*key, bad, calm, active, since)
+        if not begins and not ends:
             return None
-        return Alarm(
-            rule.kind, severity, round_index, reading.subject, ends, reading.value, reading.limit, cause, remedy
-        )
+        severity, cause, remedy = rule.severity, f"{reading}{reading.remark}{rule.duration}", rule.remedy
+        if ends:
+            cause = f"over: {reading}, healthy for {CALM} rounds; it began in round {since}"
+            severity, remedy = "info", ""
+        figures = reading.subject, ends, reading.value, reading.limit
+        return AlarmRaised(rule.kind, severity, number, *figures, cause, remedy)
 
 
 @dataclass(frozen=True)
 class Detail:
     """How many of the coming rounds are examined (`Examination`); part of the checkpoint."""
 
-    rounds: int = 5
-    """Rounds to examine after an alarm of severity warning or above."""
-    left: int = 0
-    """Rounds still to examine"""
+    rounds: int = 5  # rounds to examine after an alarm of severity warning or above
+    left: int = 0  # rounds still to examine
 
-    def after(self, alarms: Iterable[Alarm]) -> "Detail":
+    def after(self, alarms: Iterable[AlarmRaised]) -> "Detail":
         """The state after a round with these alarms: started again, or one round less."""
         raised = any(alarm.severity != "info" for alarm in alarms)
         return replace(self, left=self.rounds if raised else max(0, self.left - 1))

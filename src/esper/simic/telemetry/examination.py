@@ -11,8 +11,7 @@ from esper.simic.control import CLIP
 from esper.simic.telemetry.measurements import GradientMonitor, GradientReport, LstmHealth, fetch, gradients_of
 from esper.tamiyo import ObservationLayout
 
-JOINT = "joint"
-"""The name of the ratio of whole actions."""
+JOINT = "joint"  # the name of the ratio of whole actions
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Offender:
     step: int
     head: str
     ratio: float
-    action: tuple[int, ...]
-    """The choice of every head; empty without actions"""
+    action: tuple[int, ...]  # the choice of every head; empty without actions
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class RatioReport:
     """Exact counts by head, and the worst offenders: first those that are not finite, then by |ln ratio|."""
 
     examined: dict[str, int]
-    exploded: dict[str, int]
-    """Above the bound, infinity included"""
+    exploded: dict[str, int]  # above the bound, infinity included
     vanished: dict[str, int]
     not_a_number: dict[str, int]
     worst: tuple[Offender, ...]
@@ -57,11 +54,7 @@ class RatioExplosionDiagnostic:
 
     @torch.no_grad()
     def __call__(
-        self,
-        ratios: Tensor,
-        mask: Tensor | None = None,
-        actions: Tensor | None = None,
-        heads: tuple[str, ...] = (JOINT,),
+        self, ratios: Tensor, mask: Tensor | None = None, actions: Tensor | None = None, heads: Sequence[str] = (JOINT,)
     ) -> RatioReport:
         """Report ratios (envs, steps, heads), or (envs, steps) of joint actions. Host sync: one.
 
@@ -83,10 +76,8 @@ class RatioExplosionDiagnostic:
             if bad >= 0:
                 cell, head = divmod(int(index), len(heads))
                 worst.append(Offender(*divmod(cell, ratios.shape[1]), heads[head], ratio, tuple(map(int, action))))
-        examined, exploded, vanished, not_a_number = (
-            dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist()
-        )
-        return RatioReport(examined, exploded, vanished, not_a_number, tuple(worst))
+        examined, exploded, vanished, nans = (dict(zip(heads, map(int, row), strict=True)) for row in totals.tolist())
+        return RatioReport(examined, exploded, vanished, nans, tuple(worst))
 
 
 @dataclass(frozen=True)
@@ -97,11 +88,9 @@ class ColumnStatistics:
     std: float | None
     min: float | None
     max: float | None
-    at_bound: float
-    """Share of values at the bound or beyond, where the policy no longer sees differences"""
+    at_bound: float  # share of values at the bound or beyond, where the policy no longer sees differences
     not_finite: int
-    count: int
-    """All values"""
+    count: int  # all values
 
 
 @torch.no_grad()
@@ -119,7 +108,6 @@ def observation_statistics(
     values = flat.where(finite, 0.0)
 
     def total(numbers: Tensor) -> Tensor:
-        """Sum over rows and over the values of each name."""
         return torch.zeros(width, dtype=torch.float64, device=flat.device).index_add(0, index, numbers.double().sum(0))
 
     count = total(finite)
@@ -144,14 +132,10 @@ def _column(finite: float, broken: float, at_bound: float, *moments: float) -> C
 class DetailReport:
     """One round in detail."""
 
-    gradients: GradientReport
-    """By module, before clipping, over all minibatches of the update"""
-    ratios: RatioReport
-    """Of heads and of joint actions: for each step, the ratio farthest from 1 in any epoch"""
-    observations: dict[str, ColumnStatistics]
-    """By column, normalised"""
-    lstm: dict[str, LstmHealth | None]
-    """The hidden state in the middle of the episode, by task"""
+    gradients: GradientReport  # by module, before clipping, over all minibatches of the update
+    ratios: RatioReport  # of heads and of joint actions: for each step, the ratio farthest from 1 in any epoch
+    observations: dict[str, ColumnStatistics]  # by column, normalised
+    lstm: dict[str, LstmHealth | None]  # the hidden state in the middle of the episode, by task
 
 
 class Examination:
@@ -179,9 +163,8 @@ class Examination:
     def report(self, lstm: Mapping[str, LstmHealth | None]) -> DetailReport:
         """The figures of the update. Host syncs: one each for gradients and ratios, two for observations."""
         buffer, shape = self.buffer, (self.buffer.n_envs, self.buffer.capacity, len(self._heads))
-        ratios = RatioExplosionDiagnostic()(
-            self._log_ratios.exp().view(shape), self._decided.view(shape), buffer.actions, self._heads
-        )
+        values, decided = self._log_ratios.exp().view(shape), self._decided.view(shape)
+        ratios = RatioExplosionDiagnostic()(values, decided, buffer.actions, self._heads)
         names, columns = self.layout.column_names, self.layout.columns()
         observations = observation_statistics(buffer.observations[buffer.valid], names, columns)
         return DetailReport(self._gradients.report(), ratios, observations, dict(lstm))

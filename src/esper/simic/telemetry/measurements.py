@@ -9,10 +9,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-SATURATED = 0.95
-"""|h| above which output gate and cell are both at their bounds and pass hardly any gradient."""
-DEAD = 1e-6
-"""|h| below which a unit is silent."""
+SATURATED = 0.95  # |h| above which output gate and cell are both at their bounds and pass hardly any gradient
+DEAD = 1e-6  # |h| below which a unit is silent
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
@@ -36,17 +34,12 @@ def _finite(values: Tensor) -> Tensor:
 class GradientFigures:
     """Gradients of one module. Norms cover the finite entries, so that one NaN does not hide the rest."""
 
-    norm: float
-    """Largest over the backward passes"""
-    largest: float
-    """Largest |entry|"""
-    nan: int
-    """Sum over the passes"""
+    norm: float  # largest over the backward passes
+    largest: float  # largest |entry|
+    nan: int  # sum over the passes
     inf: int
-    zero_share: float
-    """Mean over the passes"""
-    size: int
-    """Measured entries"""
+    zero_share: float  # mean over the passes
+    size: int  # measured entries
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,7 @@ class GradientReport:
 
     modules: dict[str, GradientFigures | None]
     total: GradientFigures | None
-    unmeasured: tuple[str, ...]
-    """Parameters without a gradient, or with one on the meta device"""
+    unmeasured: tuple[str, ...]  # parameters without a gradient, or with one on the meta device
 
     @property
     def not_finite(self) -> tuple[str, ...]:
@@ -118,7 +110,6 @@ class GradientMonitor:
         rows = [row.tolist() for row in fetch(*tensors)] if tensors else []
 
         def over(modules: Iterable[str]) -> GradientFigures | None:
-            """These modules together."""
             passes: dict[int, list[list[float]]] = {}
             for (index, name), row in zip(keys, rows, strict=True):
                 if name in modules:
@@ -159,17 +150,12 @@ class LstmHealth:
     """A hidden state of (envs, units). Norms cover the finite values, so that one NaN does not hide the rest."""
 
     hidden_rms: float
-    hidden_max: float
-    """Largest |h|"""
-    worst_env_rms: float
-    """Largest root mean square of an env"""
-    cell_rms: float | None
-    """None without a cell"""
+    hidden_max: float  # largest |h|
+    worst_env_rms: float  # largest root mean square of an env
+    cell_rms: float | None  # None without a cell
     cell_max: float | None
-    saturated_share: float
-    """Of all hidden values"""
-    dead_share: float
-    """Share of units that are silent in every env"""
+    saturated_share: float  # of all hidden values
+    dead_share: float  # share of units that are silent in every env
     nan: int
     inf: int
 

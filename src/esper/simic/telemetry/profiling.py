@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ class SpanTotal:
     """All visits to one span."""
 
     visits: int
-    wall_s: float
-    """On a GPU, the time to *launch* the work: kernels run on unless something waits for them."""
+    wall_s: float  # on a GPU, the time to *launch* the work: kernels run on unless something waits for them
 
 
 class Spans:
@@ -34,8 +34,7 @@ class Spans:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self.marked = False
-        """Whether spans also appear as ranges in an operator trace"""
+        self.marked = False  # whether spans also appear as ranges in an operator trace
         self._path: list[str] = []
         self._totals: dict[str, tuple[int, int]] = {}
 
@@ -75,22 +74,23 @@ def operator_trace(path: Path | str, device: torch.device | str = "cpu") -> Iter
     Slows the block down several times and holds every operator in memory, so trace a round, not a run. An error in the
     block still writes the trace. An unknown device, or a path that cannot be written, is refused on entry.
     """
-    activities, file = check_trace(path, device)
+    check_trace(path, device)
+    file, kind = Path(path), torch.device(device).type
     # There is one cycle only, but torch 2.11 warns of every cycle whose events are not accumulated.
-    profiler = profile(activities=activities, acc_events=True)
+    profiler = profile(activities=ACTIVITIES[kind], acc_events=True)
     profiler.start()
     try:
         yield file
     finally:
-        if torch.device(device).type == "cuda":
+        if kind == "cuda":
             torch.cuda.synchronize(device)
         profiler.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(file))
 
 
-def check_trace(path: Path | str, device: torch.device | str = "cpu") -> tuple[tuple[ProfilerActivity, ...], Path]:
-    """What would be recorded, and the file. Raises if no trace can be taken on the device or written to the path."""
+def check_trace(path: Path | str, device: torch.device | str = "cpu") -> None:
+    """Raise if no trace can be taken on the device, or written to the path."""
     kind, file = torch.device(device).type, Path(path)
     if kind not in ACTIVITIES:
         raise UnknownNameError("device type for an operator trace", kind, ACTIVITIES)
@@ -101,17 +101,9 @@ def check_trace(path: Path | str, device: torch.device | str = "cpu") -> tuple[t
         )
     if not file.name.endswith((".json", ".json.gz")):
         raise BadValueError(f"a trace called {file.name!r}; its name must end in .json or .json.gz")
-    created = [folder for folder in file.parents if not folder.exists()]  # the innermost first
+    nearest = next(folder for folder in file.parents if folder.exists())  # a new run must find its own folder free
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = not file.exists()
-        file.open("a").close()
-        if new:
-            file.unlink()
+        with file.open("a") if file.exists() else TemporaryFile("a", dir=nearest):
+            pass
     except OSError as error:
         raise BadValueError(f"a trace cannot be written to {file}: {error.strerror}; give another path") from error
-    finally:
-        for folder in created:  # a new run must find its folder free
-            with suppress(OSError):
-                folder.rmdir()
-    return ACTIVITIES[kind], file

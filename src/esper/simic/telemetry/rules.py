@@ -8,24 +8,20 @@ rounds of 25 runs (docs/telemetry.md).
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NamedTuple
 
+from esper.nissa.events import Severity
 from esper.simic.agent import PPOUpdateMetrics
-from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts, Severity, above, below, flag
+from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts, above, below, flag
 from esper.simic.telemetry.examination import JOINT
 
-GRADIENT_LOW = 2e-3
-"""Global gradient norm below which gradients have vanished, in units of the clip norm."""
-HEAD_GRADIENT_LOW = 2e-6
-"""The same for the weights of one head that had something to learn."""
-LSTM_SATURATED = 0.5
-"""Share of hidden values at their bounds."""
-LSTM_DEAD = 0.5
-"""Share of units that are silent in every env."""
-GERMINATIONS = 0.5
-"""Germinations per episode below which a policy does not try to grow."""
-LEAST_SUSPECTS = 5
-"""Suspects below which their share means nothing."""
+GRADIENT_LOW = 2e-3  # global gradient norm below which gradients have vanished, in units of the clip norm
+HEAD_GRADIENT_LOW = 2e-6  # the same for the weights of one head that had something to learn
+LSTM_SATURATED = 0.5  # share of hidden values at their bounds
+LSTM_DEAD = 0.5  # share of units that are silent in every env
+GERMINATIONS = 0.5  # germinations per episode below which a policy does not try to grow
+LEAST_SUSPECTS = 5  # suspects below which their share means nothing
 
 
 class Evidence(NamedTuple):
@@ -34,10 +30,8 @@ class Evidence(NamedTuple):
     metrics: PPOUpdateMetrics
     facts: RoundFacts
     limits: AlarmLimits
-    drift: float | None
-    """Factor between the gradient norm and its mean; None during the warm-up"""
-    clip_norm: float
-    """Norm that gradients are clipped to: the unit of their limits"""
+    drift: float | None  # factor between the gradient norm and its mean; None during the warm-up
+    clip_norm: float  # norm that gradients are clipped to: the unit of their limits
 
     def lstm(self, figure: str) -> float | None:
         """A figure of the LSTM's health, if it was measured."""
@@ -49,19 +43,20 @@ class Evidence(NamedTuple):
 class Rule:
     """One kind of alarm."""
 
-    kind: str
     severity: Severity
-    when: str
-    """The condition, with names of limits in braces"""
+    kind: str
+    when: str  # the condition, with names of limits in braces
     remedy: str
     read: Callable[[Evidence], Iterable[Reading]]
-    patience: int = 1
-    """Rounds running that the condition must last"""
+    patience: int = 1  # rounds running that the condition must last
 
     @property
     def duration(self) -> str:
         """The patience as the end of a sentence."""
         return f", {self.patience} rounds running" if self.patience > 1 else ""
+
+
+critical, warning, info = partial(Rule, "critical"), partial(Rule, "warning"), partial(Rule, "info")
 
 
 def broken_metrics(evidence: Evidence) -> list[Reading]:
@@ -70,18 +65,14 @@ def broken_metrics(evidence: Evidence) -> list[Reading]:
     for name, value in evidence.metrics.flat().items():
         field = name.rpartition("/")[2]
         exploded = field == "joint_ratio_max" and value == math.inf
-        if (
-            not math.isfinite(value)
-            and not exploded
-            and field not in ("pre_clip_grad_norm", "clip_factor", "grad_norm")
-        ):
+        gradient = field in ("pre_clip_grad_norm", "clip_factor", "grad_norm")
+        if not math.isfinite(value) and not exploded and not gradient:
             broken.append(name)
     remark = f": {', '.join(broken)}" if broken else ""
     return above("number of metrics that are not finite", len(broken), 0, remark=remark)
 
 
 def broken_gradients(evidence: Evidence) -> list[Reading]:
-    """Minibatches with a gradient that is not finite."""
     count, report = evidence.metrics.minibatches_not_finite, evidence.facts.gradients
     modules = report.not_finite if report is not None else ()
     remark = f", in {', '.join(modules)}" if modules else ""
@@ -89,16 +80,14 @@ def broken_gradients(evidence: Evidence) -> list[Reading]:
 
 
 def high_ratio(evidence: Evidence) -> list[Reading]:
-    """The largest joint ratio."""
     report = evidence.facts.ratios
-    remark = f"; {report.exploded.get(JOINT, 0)} exploded" if report is not None else ""
+    remark = "" if report is None else f"; {report.exploded.get(JOINT, 0)} exploded"
     return above("largest joint ratio", evidence.metrics.joint_ratio_max, evidence.limits.ratio_high, remark=remark)
 
 
 def low_ratio(evidence: Evidence) -> list[Reading]:
-    """The smallest joint ratio."""
     report = evidence.facts.ratios
-    remark = f"; {report.vanished.get(JOINT, 0)} vanished" if report is not None else ""
+    remark = "" if report is None else f"; {report.vanished.get(JOINT, 0)} vanished"
     return below("smallest joint ratio", evidence.metrics.joint_ratio_min, evidence.limits.ratio_low, remark=remark)
 
 
@@ -127,7 +116,6 @@ def entropies(evidence: Evidence) -> Iterator[Reading]:
 
 
 def advantage_floor(evidence: Evidence) -> list[Reading]:
-    """Whether the floor of the advantages' deviation binds."""
     floored, std = evidence.metrics.advantage_floored, evidence.metrics.advantage_std
     return flag("deviation of the advantages", floored, std, None, " under its floor" if floored else "")
 
@@ -142,7 +130,6 @@ def small_gradients(evidence: Evidence) -> Iterator[Reading]:
 
 
 def large_gradient(evidence: Evidence) -> list[Reading]:
-    """The global norm, if it is finite."""
     norm, limit = evidence.metrics.pre_clip_grad_norm, evidence.limits.gradient_high * evidence.clip_norm
     return above("gradient norm", norm if math.isfinite(norm) else None, limit)
 
@@ -174,179 +161,153 @@ def suspects(evidence: Evidence, suspicion: str, count: int | None, worst: str) 
 
 
 RULES = (
-    Rule(
+    critical(
         "numerical_fault",
-        "critical",
         "a loss, ratio, KL, advantage, return or value is NaN or infinite",
         "check this round's rewards and observations, then return to the last good checkpoint",
         broken_metrics,
     ),
-    Rule(
+    critical(
         "gradient_not_finite",
-        "critical",
         "a minibatch had a NaN or an infinity in its gradient and was skipped",
         "check the modules that the gradient report names; if it recurs, lower the learning rate",
         broken_gradients,
     ),
-    Rule(
+    warning(
         "ratio_exploded",
-        "warning",
         "the joint ratio of a step exceeds {ratio_high}",
         "see the offenders in the ratio report; lower the learning rate, the epochs or the target KL",
         high_ratio,
     ),
-    Rule(
+    warning(
         "ratio_vanished",
-        "warning",
         "the joint ratio of a step falls below {ratio_low}",
         "see the offenders in the ratio report; lower the learning rate, the epochs or the target KL",
         low_ratio,
     ),
-    Rule(
+    warning(
         "kl_spike",
-        "warning",
         "the joint KL of a minibatch exceeds {kl_spike}, up to {kl_extreme}",
         "a single spike is noise; if it recurs, lower the learning rate or the epochs",
         kl_spike,
     ),
-    Rule(
+    critical(
         "kl_extreme",
-        "critical",
         "the joint KL of a minibatch exceeds {kl_extreme}",
         "the policy has jumped: start from the checkpoint before this round with a lower learning rate",
-        lambda evidence: above("joint KL", joint_kl(evidence.metrics), evidence.limits.kl_extreme),
+        lambda e: above("joint KL", joint_kl(e.metrics), e.limits.kl_extreme),
     ),
-    Rule(
+    warning(
         "entropy_collapse",
-        "warning",
         "the normalised entropy of a head, over the steps that gave it a choice, falls below {entropy}",
         "expected if one choice is always best; otherwise raise the entropy coefficient or the logit penalty",
         entropies,
         patience=3,
     ),
-    Rule(
+    warning(
         "value_collapse",
-        "warning",
         "the value loss exceeds {value_loss} times the returns' variance",
         "check this round for rewards of another scale; a Huber loss limits their effect",
-        lambda evidence: above("value loss", evidence.metrics.value_loss, evidence.limits.value_loss),
+        lambda e: above("value loss", e.metrics.value_loss, e.limits.value_loss),
     ),
-    Rule(
+    warning(
         "value_misleads",
-        "warning",
         "the explained variance falls below {explained_variance}",
         "advantages are worse than without a critic: lower the learning rate, or check that the critic's inputs vary",
-        lambda evidence: below(
+        lambda e: below(
             "explained variance",
-            evidence.metrics.explained_variance if evidence.metrics.return_std > 0 else None,
-            evidence.limits.explained_variance,
+            e.metrics.explained_variance if e.metrics.return_std > 0 else None,
+            e.limits.explained_variance,
         ),
         patience=3,
     ),
-    Rule(
+    info(
         "advantage_floor",
-        "info",
         "advantages vary by less than their floor, the measurement error of a gain",
         "differences between episodes are noise: the policy has converged, or there is nothing to gain",
         advantage_floor,
     ),
-    Rule(
+    warning(
         "gradient_vanishing",
-        "warning",
         f"the gradient norm falls below {GRADIENT_LOW:g} times the clip norm, or that of a head with something to "
         f"learn below {HEAD_GRADIENT_LOW:g} times",
         "check whether all advantages are 0 or a head's logits are saturated",
         small_gradients,
         patience=2,
     ),
-    Rule(
+    warning(
         "gradient_exploding",
-        "warning",
         "the gradient norm before clipping exceeds {gradient_high} times the clip norm",
         "clipping contains it for now; check the scale of the returns and the gradient report",
         large_gradient,
     ),
-    Rule(
+    warning(
         "gradient_drift",
-        "warning",
         "the norm of the heads' gradients before clipping differs from its exponential mean by a factor of {drift}",
         "compare rewards, observations and hosts with those of earlier rounds",
-        lambda evidence: above(
-            "factor between the norm of the heads' gradients and its usual one", evidence.drift, evidence.limits.drift
-        ),
+        lambda e: above("factor between the norm of the heads' gradients and its usual one", e.drift, e.limits.drift),
         patience=3,
     ),
-    Rule(
+    critical(
         "lstm_not_finite",
-        "critical",
         "the policy's hidden state contains a NaN or an infinity",
         "return to the last good checkpoint; check this round's observations",
-        lambda evidence: above("number of NaN and infinities in the hidden state", evidence.lstm("faults"), 0),
+        lambda e: above("number of NaN and infinities in the hidden state", e.lstm("faults"), 0),
     ),
-    Rule(
+    warning(
         "lstm_extreme",
-        "warning",
         "the cells' root mean square exceeds {lstm_rms}, or the share of saturated hidden values exceeds "
         f"{LSTM_SATURATED:g}",
         "the hidden state no longer changes: lower the learning rate, or check for observations far out of range",
-        lambda evidence: [
-            *above("root mean square of the LSTM's cells", evidence.lstm("cell_rms"), evidence.limits.lstm_rms, "cell"),
-            *above("share of saturated hidden values", evidence.lstm("saturated_share"), LSTM_SATURATED, "hidden"),
+        lambda e: [
+            *above("root mean square of the LSTM's cells", e.lstm("cell_rms"), e.limits.lstm_rms, "cell"),
+            *above("share of saturated hidden values", e.lstm("saturated_share"), LSTM_SATURATED, "hidden"),
         ],
     ),
-    Rule(
+    warning(
         "lstm_dead",
-        "warning",
         f"the share of units that are silent in every env exceeds {LSTM_DEAD:g}",
         "check that the hidden state is passed from step to step and that observations vary",
-        lambda evidence: above("share of silent LSTM units", evidence.lstm("dead_share"), LSTM_DEAD),
+        lambda e: above("share of silent LSTM units", e.lstm("dead_share"), LSTM_DEAD),
     ),
-    Rule(
+    warning(
         "behaviour_gap",
-        "warning",
         "log-probabilities differ by more than {behaviour_gap} between collection and update",
         "stored observations, masks or hidden states differ from those acted on; above 0.01 the update refuses",
-        lambda evidence: above("behaviour gap", evidence.metrics.behaviour_gap, evidence.limits.behaviour_gap),
+        lambda e: above("behaviour gap", e.metrics.behaviour_gap, e.limits.behaviour_gap),
     ),
-    Rule(
+    warning(
         "too_few_commits",
-        "warning",
         "the share of episodes that commit a seed falls below {commits}, with "
         f"{GERMINATIONS:g} or more germinations per episode",
         "seeds germinate and none stays: check gates, contributions and rent; expected where growth cannot pay",
-        lambda evidence: growth(evidence, report_idle=False),
+        lambda e: growth(e, report_idle=False),
         patience=3,
     ),
-    Rule(
+    info(
         "no_growth",
-        "info",
         f"fewer than {GERMINATIONS:g} seeds per episode are germinated, and hardly any is committed",
         "expected if the host needs nothing; otherwise raise exploration or lower the bias towards WAIT",
-        lambda evidence: growth(evidence, report_idle=True),
+        lambda e: growth(e, report_idle=True),
         patience=3,
     ),
-    Rule(
+    warning(
         "reward_hacking",
-        "warning",
         "the share of acting seeds that contribute far more than their hosts have gained exceeds {suspects}",
         "check whether the reward pays for contribution without a gain over the control",
-        lambda evidence: suspects(evidence, "reward hacking", evidence.facts.hacking, evidence.facts.worst_hacking),
+        lambda e: suspects(e, "reward hacking", e.facts.hacking, e.facts.worst_hacking),
     ),
-    Rule(
+    critical(
         "ransomware",
-        "critical",
         "the share of acting seeds that a host depends on without having gained anything exceeds {suspects}",
         "hosts depend on seeds that do not help them: pay only for the gain over the control",
-        lambda evidence: suspects(evidence, "ransomware", evidence.facts.ransomware, evidence.facts.worst_ransomware),
+        lambda e: suspects(e, "ransomware", e.facts.ransomware, e.facts.worst_ransomware),
     ),
-    Rule(
+    warning(
         "panics",
-        "warning",
         "the governor panics more than {panics} times per episode",
         "hosts diverge: check the panics' symptoms and the hosts' learning rate",
-        lambda evidence: above(
-            "number of panics per episode", evidence.facts.per_episode(evidence.facts.panics), evidence.limits.panics
-        ),
+        lambda e: above("number of panics per episode", e.facts.per_episode(e.facts.panics), e.limits.panics),
     ),
 )
 """All alarms, in the order in which they are reported."""

@@ -4,7 +4,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from esper.nissa import (
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, TamiyoRolloutBuffer
 from esper.simic.rewards import Suspicion
 from esper.simic.telemetry import (
-    Alarm,
     AnomalyDetector,
     DetailReport,
     Examination,
@@ -63,7 +61,7 @@ class Recorder:
         self.hub = sinks.open(folder.path, encode(config), restored.rounds)
         self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
         self.detail = restored.telemetry.detail
-        self.alarms: tuple[Alarm, ...] = ()
+        self.alarms: tuple[AlarmRaised, ...] = ()
         """Alarms of the last round"""
         self._remarks, self._profile, self._console = restored.remarks, profile, sinks.console
         # The first round of a process is not typical; it is traced only if no other is left.
@@ -163,9 +161,9 @@ class Recorder:
         """Send a complete round to the sinks, and print its alarms unless the console sink does."""
         self.hub.publish(measured)
         for alarm in self.alarms:
-            self.hub.publish(_raised(alarm))
+            self.hub.publish(alarm)
             if alarm.severity != "info" and not self._console:
-                print(f"{alarm.severity}: {alarm}", flush=True)
+                print(alarm, flush=True)
         if self._advance is not None:
             self._advance(1, "" if self._console else summary(records))
 
@@ -235,15 +233,10 @@ def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> No
         events.write(**as_line(ended))
 
 
-def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> None:
+def write_alarms(events: JsonLines, alarms: Sequence[AlarmRaised]) -> None:
     """Log alarms that begin or end."""
     for alarm in alarms:
-        events.write(**as_line(_raised(alarm)))
-
-
-def _raised(alarm: Alarm) -> AlarmRaised:
-    content = asdict(alarm)
-    return AlarmRaised(alarm=content.pop("kind"), **content)
+        events.write(**as_line(alarm))
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
