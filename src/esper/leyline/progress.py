@@ -12,21 +12,21 @@ class Advance(Protocol):
     def __call__(self, amount: int, words: str = "") -> None: ...
 
 
-def _ignore(amount: int, words: str = "") -> None:
-    pass
+def ignore(amount: int, words: str = "") -> None:
+    """Show nothing."""
 
 
 @contextmanager
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
     """Show a bar on stderr while the block runs, and yield the function that advances it."""
     if not shown or not sys.stderr.isatty():
-        yield _ignore
+        yield ignore
         return
     try:
         from rich import progress
         from rich.console import Console
     except ImportError:
-        yield _ignore
+        yield ignore
         return
     columns = (
         progress.TextColumn("{task.description}"),

@@ -162,7 +162,7 @@ def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
 
     runner.fleet.train_step = faulty  # type: ignore[method-assign]  # a fault at the third step
     [record] = collector.collect(0)
-    assert record.panics == 1
+    assert len(record.symptoms) == 1
     ends = collector.buffer.ends[broken]
     assert ends.nonzero().flatten().tolist() == [2, 11], "later steps are a new segment"
     assert float(collector.buffer.rewards[broken, 2]) < -5
@@ -222,7 +222,7 @@ def test_rewards_add_up_to_the_objective() -> None:
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
     [record] = RoundCollector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
-    assert record.panics == 0
+    assert len(record.symptoms) == 0
     torch.testing.assert_close(record.rewards.sum(0), record.objective.float(), rtol=1e-4, atol=1e-3)
     assert float(record.rewards.abs().sum()) > 0
 

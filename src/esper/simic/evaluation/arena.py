@@ -19,15 +19,13 @@ from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
 from esper.tolaria import Task
 
-AT_ONCE = 64
-"""Envs per fleet, controls included."""
+AT_ONCE = 64  # envs per fleet, controls included
 
 Candidate = TypeVar("Candidate")
 Item = TypeVar("Item")
 MakePolicy = Callable[[EpisodeRunner, Sequence[Candidate]], Policy]
 """One policy for a fleet whose groups consist of these candidates."""
-Measure = Callable[[EpisodeRunner, StepResult], Tensor]
-"""Figures of every grown env (n, …) at the end of an episode."""
+Measure = Callable[[EpisodeRunner, StepResult], Tensor]  # figures of every grown env (n, …) at the end of an episode
 
 
 class SideBySide:

@@ -28,8 +28,7 @@ from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
 from esper.tolaria import Task, get_task
 from esper.tolaria.tasks import published_gains
 
-LEAST_WORTH = 1.0
-"""Points over its rent that the best seed must add for its slot to be called right."""
+LEAST_WORTH = 1.0  # points over its rent that the best seed must add for its slot to be called right
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,13 @@ class KindSummary:
 
     hosts: int
     objective: float
-    gain: float
-    """Accuracy minus the control's, points"""
-    added_share: float
-    """Added parameters over the host's"""
-    commits: float
-    """Fossils per host"""
-    slots: dict[str, float]
-    """Share of the commits by slot; empty if nothing was committed"""
+    gain: float  # accuracy minus the control's, points
+    added_share: float  # added parameters over the host's
+    commits: float  # fossils per host
+    slots: dict[str, float]  # share of the commits by slot; empty if nothing was committed
     right_slot: str | None
     """The slot where one seed was measured to add most; None if no seed is worth its rent, or none was measured"""
-    right_slot_share: float | None
-    """Share of the commits there; None without a right slot or without commits"""
+    right_slot_share: float | None  # share of the commits there; None without a right slot or without commits
 
 
 def right_slot(task: Task, kind: str) -> str | None:
@@ -104,8 +98,7 @@ class TaskComparison:
     """All results on one task."""
 
     config: EvaluationConfig
-    policies: dict[str, list[Result]]
-    """By name, one result per training seed; rules have one"""
+    policies: dict[str, list[Result]]  # by name, one result per training seed; rules have one
     claims: list[Claim]
     greedy: dict[str, list[Result]] = field(default_factory=dict)
     """Learned policies with the likeliest action instead of a sampled one"""
@@ -147,8 +140,7 @@ class EvaluationReport:
     """Several tasks, and the mean over them."""
 
     tasks: dict[str, TaskComparison]
-    claims: list[Claim]
-    """Unit = the training seed: per seed the mean over tasks of the mean over hosts"""
+    claims: list[Claim]  # unit = the training seed: per seed the mean over tasks of the mean over hosts
     warnings: list[str]
 
     def objectives(self) -> dict[str, list[float]]:

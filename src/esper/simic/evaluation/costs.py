@@ -24,18 +24,15 @@ Array = NDArray[np.float64]
 PASSES = ("training", "shadow", "validation", "ablation", "calibration", "probing")
 """Main rows and shadow rows of minibatches. Main rows on validation or test images. Rows of auditions and of silenced
 seeds there. All those rows on the calibration batch. Probes of the slots."""
-_THROUGH, _FULL = 2, 3
-"""Passes: forward and the gradients of activations; these and the gradients of weights."""
-_INPUTS = 2
-"""Inputs of the pass that work is counted on."""
+_THROUGH, _FULL = 2, 3  # passes: forward and the gradients of activations; these and the gradients of weights
+_INPUTS = 2  # inputs of the pass that work is counted on
 
 
 class Structure(NamedTuple):
     """The seeds of every env, (n, slots)."""
 
     stage: Array
-    blueprint: Array
-    """Index in the slot config's blueprint names; −1: none"""
+    blueprint: Array  # index in the slot config's blueprint names; −1: none
 
     @classmethod
     def of(cls, stage: Tensor, blueprint: Tensor) -> "Structure":

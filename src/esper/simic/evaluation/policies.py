@@ -19,13 +19,11 @@ from esper.tamiyo.policies.shipped import TUNED_KINDS, TunedKind, read_heuristic
 from esper.tolaria import Task, get_task
 
 ORACLE = "oracle"
-RULES = ("wait", "random", "random-commit", "heuristic", "schedule", ORACLE)
-"""Kinds that are not learned."""
+RULES = ("wait", "random", "random-commit", "heuristic", "schedule", ORACLE)  # kinds that are not learned
 CONTROLS = ("retrained", "static")
 """Kinds that start from another policy's results: `retrained:POLICY`, `static:POLICY`."""
 LEARNED = "learned"
-SHIPPED = "shipped"
-"""`heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper."""
+SHIPPED = "shipped"  # `heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,10 @@ class PolicySpec:
     """The name of a policy, parsed: a rule, run folders, or a yardstick."""
 
     text: str
-    kind: str
-    """One of RULES or CONTROLS, or `learned`"""
-    runs: tuple[str, ...] = ()
-    """Of a learned policy: run folders, one per training seed"""
-    file: str = ""
-    """Of a heuristic or schedule: its tuned file, or `shipped`; a heuristic without one is untuned"""
-    base: "PolicySpec | None" = None
-    """Of a control: the policy whose results it starts from"""
+    kind: str  # one of RULES or CONTROLS, or `learned`
+    runs: tuple[str, ...] = ()  # of a learned policy: run folders, one per training seed
+    file: str = ""  # of a heuristic or schedule: its tuned file, or `shipped`; a heuristic without one is untuned
+    base: "PolicySpec | None" = None  # of a control: the policy whose results it starts from
 
     @classmethod
     def parse(cls, text: str) -> "PolicySpec":
@@ -157,8 +151,7 @@ class EvaluationConfig:
     hosts: int
     seed: int
     preset: str = "core"
-    final: bool = False
-    """Hosts of the final range, scored on test images"""
+    final: bool = False  # hosts of the final range, scored on test images
     isolation: Isolation = "shadow"
     device: str = "cpu"
     data_dir: Path | None = None
@@ -180,10 +173,8 @@ class Contender:
 
     config: EvaluationConfig
     spec: PolicySpec
-    greedy: bool = False
-    """The likeliest action instead of a sampled one; for learned policies"""
-    base: Result | None = None
-    """What a control starts from"""
+    greedy: bool = False  # the likeliest action instead of a sampled one; for learned policies
+    base: Result | None = None  # what a control starts from
 
     @property
     def acts(self) -> bool:

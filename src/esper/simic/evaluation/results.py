@@ -36,15 +36,13 @@ class Result:
     """One policy on all hosts; lists over hosts."""
 
     objective: list[float]
-    accuracy: list[float]
-    """Of the hardened hosts, percent"""
+    accuracy: list[float]  # of the hardened hosts, percent
     control_accuracy: list[float]
     added_params: list[int]
     fossils: list[list[Fossil]]
     work: dict[str, list[float]] = field(default_factory=dict)
     """By kind of pass, in units of the plain host's own training"""
-    objective_at: dict[str, list[float]] = field(default_factory=dict)
-    """At another ρ, by its value"""
+    objective_at: dict[str, list[float]] = field(default_factory=dict)  # at another ρ, by its value
 
     @classmethod
     def scored(

@@ -29,10 +29,8 @@ Call = Callable[[Any], Any]  # Any: items and results of any kind
 RunAll = Callable[[Call, Iterable[Any]], Iterable[tuple[Any, Any]]]
 """Calls a function with every item; yields items with their results, in any order."""
 
-MOST_POLICIES = 15
-"""Policies side by side; a fleet still holds four hosts."""
-ORACLE_HOSTS = 16
-"""Hosts per job of the oracle, which runs an episode per plan on each of them."""
+MOST_POLICIES = 15  # policies side by side; a fleet still holds four hosts
+ORACLE_HOSTS = 16  # hosts per job of the oracle, which runs an episode per plan on each of them
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Job:
 
     contenders: tuple[Contender, ...]
     hosts: range
-    indices: tuple[int, ...]
-    """Of these contenders among all"""
+    indices: tuple[int, ...]  # of these contenders among all
 
 
 def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:

@@ -78,8 +78,7 @@ def _train(
 
 
 Build = Callable[[], Host]
-LAST_MORE = 4
-"""Widths of the last block that are tried at each size; they change the size in small steps."""
+LAST_MORE = 4  # widths of the last block that are tried at each size; they change the size in small steps
 
 
 def static_hosts(task: Task, added: Sequence[int]) -> list[Build]:
@@ -118,8 +117,7 @@ def _widths(channels: list[int]) -> Iterator[list[int]]:
 
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
-CHOOSING, SCORED = slice(0, None, 2), slice(1, None, 2)
-"""The images that choose the plan, and the images that score it."""
+CHOOSING, SCORED = slice(0, None, 2), slice(1, None, 2)  # the images that choose the plan, and the images that score it
 
 
 def one_seed_plans(task: Task) -> list[Plan]:

@@ -18,8 +18,7 @@ from esper.tolaria import Task, get_task
 WAIT_BIAS = 1.0
 """Initial bias of WAIT's logit. With 1, an untrained policy commits a seed in 32 % of its episodes; with 1.5 in 21 %,
 with 2.5 in 1 % (72 episodes each). Without commits there is nothing to learn from."""
-PATHS = ("data_dir", "start")
-"""Settings that are paths. JSON and TOML hold them as text."""
+PATHS = ("data_dir", "start")  # settings that JSON and TOML hold as text
 
 
 def growth_ppo() -> PPOConfig:
@@ -31,33 +30,21 @@ def growth_ppo() -> PPOConfig:
 class TrainConfig:
     """Settings of a run, in which a controller learns on fresh hosts, round after round."""
 
-    task: str = "digits_blind"
-    """Task of the hosts. Several tasks, separated by commas, share one policy."""
-    rounds: int = 20
-    """Rounds: an episode of all hosts each, then an update of the policy."""
-    hosts: int = 32
-    """Hosts per round, controls included, divided equally among the tasks."""
-    members: int = 3
-    """Hosts per group, without its control."""
-    seed: int = 0
-    """Random seed of the run."""
-    start: Path | None = None
-    """Run whose trained controller and observation statistics this run starts with."""
-    preset: str = "core"
-    """Heads and ops of the controller: core or full."""
-    sensing: bool = True
-    """Whether the controller sees the probes of empty slots."""
-    isolation: Isolation = "shadow"
-    """How seeds in TRAINING learn: in a shadow row, or straight_through the main row."""
+    task: str = "digits_blind"  # several tasks, separated by commas, share one policy
+    rounds: int = 20  # an episode of all hosts each, then an update of the policy
+    hosts: int = 32  # hosts per round, controls included, divided equally among the tasks
+    members: int = 3  # hosts per group, without its control
+    seed: int = 0  # random seed of the run
+    start: Path | None = None  # run whose trained controller and observation statistics this run starts with
+    preset: str = "core"  # heads and ops of the controller: core or full
+    sensing: bool = True  # whether the controller sees the probes of empty slots
+    isolation: Isolation = "shadow"  # how seeds in TRAINING learn: in a shadow row, or straight_through the main row
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
     alarms: AlarmLimits = field(default_factory=AlarmLimits)
-    device: str = "cpu"
-    """Device of hosts and policy."""
-    threads: int = 1
-    """Threads of torch on the CPU; small hosts gain nothing from more."""
-    data_dir: Path | None = None
-    """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
+    device: str = "cpu"  # device of hosts and policy
+    threads: int = 1  # threads of torch on the CPU; small hosts gain nothing from more
+    data_dir: Path | None = None  # folder of the data sets (default: $ESPER_DATA, else the user's cache)
 
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):

@@ -16,8 +16,7 @@ from esper.tolaria.batches import Batches
 
 Purpose = Literal["training", "tuning", "evaluation", "final"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_RANGE = 2**60
-"""Number of host seeds per purpose; four ranges fit below 2**62."""
+_RANGE = 2**60  # number of host seeds per purpose; four ranges fit below 2**62
 
 
 def host_seed(purpose: Purpose, rng_seed: int, *position: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
-from esper.leyline.progress import Advance, progress_bar
+from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.nissa import (
     AlarmRaised,
@@ -63,12 +63,11 @@ class Recorder:
         self.hub = sinks.open(folder.path, encode(config), restored.rounds)
         self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
         self.detail = restored.telemetry.detail
-        self.alarms: tuple[Alarm, ...] = ()
-        """Alarms of the last round"""
+        self.alarms: tuple[Alarm, ...] = ()  # of the last round
         self._remarks, self._profile, self._console = restored.remarks, profile, sinks.console
         # The first round of a process is not typical; it is traced only if no other is left.
         self._traced = min(restored.rounds + 1, self.rounds - 1)
-        self._advance: Advance | None = None
+        self._advance: Advance = ignore
 
     @contextmanager
     def session(self, done: Callable[[], int], *, progress: bool = True) -> Iterator[None]:
@@ -128,22 +127,19 @@ class Recorder:
         return Examination(buffer, agent.layout) if self.detail.left else None
 
     def write_events(
-        self,
-        round_index: int,
-        records: Sequence[RoundRecord],
-        update: PPOUpdateMetrics,
-        examination: Examination | None,
+        self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, look: Examination | None
     ) -> None:
         """Log what happened to each host, the details of the update, and alarms that begin or end."""
         log, report = self.folder.events, None
         for record in records:
             write_record(log, round_index, record)
-        if examination is not None:
-            report = examination.report({record.task: record.lstm for record in records})
+        if look is not None:
+            report = look.report({record.task: record.lstm for record in records})
             log.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
         self.alarms = self.detector.look(round_index, update, round_facts(records, report))
         self.detail = self.detail.after(self.alarms)
-        write_alarms(log, self.alarms)
+        for alarm in self.alarms:
+            log.write(**as_line(alarm_raised(alarm)))
 
     def write_metrics(
         self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
@@ -163,11 +159,10 @@ class Recorder:
         """Send a complete round to the sinks, and print its alarms unless the console sink does."""
         self.hub.publish(measured)
         for alarm in self.alarms:
-            self.hub.publish(_raised(alarm))
+            self.hub.publish(alarm_raised(alarm))
             if alarm.severity != "info" and not self._console:
                 print(f"{alarm.severity}: {alarm}", flush=True)
-        if self._advance is not None:
-            self._advance(1, "" if self._console else summary(records))
+        self._advance(1, "" if self._console else summary(records))
 
 
 def decided(actions: Sequence[Sequence[int]], heads: Sequence[str], slots: SlotConfig) -> dict[str, Column]:
@@ -197,19 +192,14 @@ def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> No
     """Log what happened to each host of a task. Envs are numbered over all tasks."""
     first, task = record.first_env, record.task
     for step, (env, change, blueprint) in record.changes:
-        source, target = change.source.name, change.target.name
-        moved = StageChanged(
-            round_index, task, step, first + env, change.slot_id, blueprint, source, target, change.cause
-        )
-        events.write(**as_line(moved))
+        where = (round_index, task, step, first + env, change.slot_id, blueprint)
+        events.write(**as_line(StageChanged(*where, change.source.name, change.target.name, change.cause)))
     for step, env, symptoms in record.symptoms:
         events.write(**as_line(Panicked(round_index, task, step, first + env, symptoms)))
     for suspect in record.suspects:
-        suspected = SeedSuspected(
-            *(round_index, task, suspect.step, first + suspect.env, suspect.slot, suspect.suspicion, suspect.severity),
-            *(round(suspect.contribution, 4), round(suspect.gain, 4)),
-        )
-        events.write(**as_line(suspected))
+        seed = (round_index, task, suspect.step, first + suspect.env, suspect.slot)
+        figures = round(suspect.contribution, 4), round(suspect.gain, 4)
+        events.write(**as_line(SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
@@ -235,13 +225,8 @@ def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> No
         events.write(**as_line(ended))
 
 
-def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> None:
-    """Log alarms that begin or end."""
-    for alarm in alarms:
-        events.write(**as_line(_raised(alarm)))
-
-
-def _raised(alarm: Alarm) -> AlarmRaised:
+def alarm_raised(alarm: Alarm) -> AlarmRaised:
+    """The event of an alarm that begins or ends."""
     content = asdict(alarm)
     return AlarmRaised(alarm=content.pop("kind"), **content)
 
@@ -252,8 +237,8 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
     return RoundFacts(
         episodes=sum(len(record.objective) for record in records),
         committed=sum(int((record.added_parameters > 0).sum()) for record in records),
-        germinated=sum(_germinated(records).values()),
-        panics=sum(record.panics for record in records),
+        germinated=_germinated(records).total(),
+        panics=sum(len(record.symptoms) for record in records),
         acting=acting,
         hacking=hacking,
         ransomware=ransomware,
@@ -266,7 +251,6 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
 
 
 def _worst(records: Sequence[RoundRecord], suspicion: Suspicion) -> str:
-    """The suspect with the largest contribution, in words."""
     suspects = [(suspect, r.first_env) for r in records for suspect in r.suspects if suspect.suspicion == suspicion]
     if not suspects:
         return ""
@@ -305,7 +289,7 @@ def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
         "accuracy": statistics.fmean(accuracy),
         "added_parameters": statistics.fmean(added),
         "committed": statistics.fmean(float(count > 0) for count in added),
-        "panics": sum(record.panics for record in records),
+        "panics": sum(len(record.symptoms) for record in records),
         "reward": {
             name: float(torch.cat([record.parts[name].sum(0) for record in records]).mean())
             for name in records[0].parts
@@ -315,11 +299,8 @@ def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
 
 def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
     """Number of germinations by (slot, blueprint), both as indices."""
-    chosen: Counter[tuple[int, int]] = Counter()
-    for record in records:
-        germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
-        chosen.update((slot, blueprint) for _, slot, blueprint, *_ in germinated.tolist())
-    return chosen
+    actions = [action for record in records for action in record.actions.flatten(0, 1).tolist()]
+    return Counter((slot, blueprint) for op, slot, blueprint, *_ in actions if op == LifecycleOp.GERMINATE)
 
 
 def _short(value: Json) -> Json:

@@ -23,14 +23,10 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 Evaluate = Callable[[Sequence[Candidate], Sequence[int]], list[list[float]]]
 """Objectives [candidate][host] of these candidates on the hosts of these numbers."""
 
-LEAST_EPISODES = 16
-"""With fewer, shares of the budget round to nothing."""
-FIRST_HOSTS = 4
-"""Most hosts in the first rung of a halving. One host alone could be of a rare kind."""
-FIRST_SHARE = 2 / 3
-"""Largest share of a halving's episodes for its first rung."""
-FINALISTS = 2
-"""Halving ends when the next half would be no more than this."""
+LEAST_EPISODES = 16  # with fewer, shares of the budget round to nothing
+FIRST_HOSTS = 4  # most hosts in the first rung of a halving; one host alone could be of a rare kind
+FIRST_SHARE = 2 / 3  # largest share of a halving's episodes for its first rung
+FINALISTS = 2  # halving ends when the next half would be no more than this
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,7 @@ class Trial:
     stage: str
     candidate: Json
     hosts: tuple[int, ...]
-    objective: float
-    """Mean over these hosts, points."""
+    objective: float  # mean over these hosts, points
 
 
 class Search(Generic[Candidate]):
@@ -52,8 +47,7 @@ class Search(Generic[Candidate]):
         self.evaluate, self.budget, self.rng_seed = evaluate, budget, rng_seed
         self.used = 0
         self.log: list[Trial] = []
-        self.objectives: dict[Candidate, dict[int, float]] = {}
-        """Objective by candidate and host."""
+        self.objectives: dict[Candidate, dict[int, float]] = {}  # objective by candidate and host
 
     @property
     def left(self) -> int:
@@ -125,8 +119,7 @@ def _halves(count: int) -> list[int]:
     return sizes
 
 
-SHARES = (0.5, 0.2, 0.1)
-"""Shares of the episodes for plans of one, two and three seeds; the rest is for the final."""
+SHARES = (0.5, 0.2, 0.1)  # shares of the episodes for plans of one, two and three seeds; the rest is for the final
 
 
 def search_schedule(search: Search[Plan], task: Task) -> tuple[Plan, float]:
@@ -151,8 +144,7 @@ def search_schedule(search: Search[Plan], task: Task) -> tuple[Plan, float]:
 
 RANDOM_SHARE, NEAR_SHARE = 0.5, 0.25
 """Shares of the episodes for random configurations and for neighbours of the best; the rest is for the final."""
-MOST_CHANGES = 3
-"""Most fields in which a neighbour differs."""
+MOST_CHANGES = 3  # most fields in which a neighbour differs
 
 Draws = dict[str, Callable[[random.Random], int | float | str]]
 

@@ -29,8 +29,7 @@ from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan
 from esper.tamiyo.policies.shipped import CONTENT, FORMAT, TUNED_KINDS, TunedKind
 from esper.tolaria import get_task
 
-EPISODES = 480
-"""The learner's default: 20 rounds × 24 grown hosts."""
+EPISODES = 480  # the learner's default: 20 rounds × 24 grown hosts
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,9 @@ class Tuned:
     kind: TunedKind
     task: str
     best: Plan | HeuristicConfig
-    objective: float
-    """Mean on the hosts of the final, points"""
-    budget: int
-    """Episodes allowed"""
-    used: int
-    """Episodes run"""
+    objective: float  # mean on the hosts of the final, points
+    budget: int  # episodes allowed
+    used: int  # episodes run
     rng_seed: int
     log: tuple[Trial, ...]
 
