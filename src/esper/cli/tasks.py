@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.data import is_present
@@ -56,16 +56,14 @@ def _describe(console: Console, task: Task, data_dir: Path | None) -> None:
 
 
 def _cells(task: Task, kind: HostGains) -> Table:
-    title = f"{task.name}: host {kind.host_accuracy:.1f} %" + (
-        "" if kind.defect == "none" else f", defect {kind.defect}"
-    )
-    table = Table(title=f"{title}; gain in points, mean ± deviation of {kind.repeats} repeats (parameters)")
-    table.add_column("blueprint")
-    for slot_id in task.slot_ids:
-        table.add_column(slot_id, justify="right")
-    found = {(gain.slot_id, gain.blueprint): gain for gain in kind.gains}
+    defect = "" if kind.defect == "none" else f", defect {kind.defect}"
+    title = f"{task.name}: host {kind.host_accuracy:.1f} %{defect}"
+    columns = (Column(slot_id, justify="right") for slot_id in task.slot_ids)
+    caption = f"{title}; gain in points, mean ± deviation of {kind.repeats} repeats (parameters)"
+    table = Table("blueprint", *columns, title=caption)
+    gains = {(gain.slot_id, gain.blueprint): gain for gain in kind.gains}
     for name in task.slot_config.blueprint_names:
-        cells = [found.get((slot_id, name)) for slot_id in task.slot_ids]
+        cells = [gains.get((slot_id, name)) for slot_id in task.slot_ids]
         table.add_row(
             name, *("-" if c is None else f"{c.points:+.1f} ± {c.deviation:.1f} ({c.parameters:,})" for c in cells)
         )

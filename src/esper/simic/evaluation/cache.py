@@ -48,7 +48,13 @@ class ResultCache:
         """Stored results of a contender, by host."""
         results: dict[int, Result] = {}
         for path in sorted(self.folder.glob(f"{key}-*.json")):
-            results.update(enumerate(_read(path).by_host(), int(path.stem.split("-")[1])))
+            try:
+                values = json.loads(path.read_text())
+                fossils = [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]
+                result = Result(**{**values, "fossils": fossils})
+            except (ValueError, TypeError, KeyError) as error:
+                raise BadValueError(f"{path} is not a stored result ({error}); remove it to run it again") from None
+            results.update(enumerate(result.by_host(), int(path.stem.split("-")[1])))
         return results
 
     def write(self, key: str, hosts: range, result: Result) -> None:
@@ -66,12 +72,3 @@ def source_digest() -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def _read(path: Path) -> Result:
-    try:
-        values = json.loads(path.read_text())
-        fossils = [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]
-        return Result(**{**values, "fossils": fossils})
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadValueError(f"{path} is not a stored result ({error}); remove it to run it again") from None

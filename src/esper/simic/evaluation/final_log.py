@@ -1,7 +1,7 @@
 """The log of final evaluations in each run folder: test images are meant to be used once."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,23 +56,19 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = 
 
 def _ancestors(run: Path) -> Iterator[Path]:
     """The runs that a run started from, the nearest first, as far as their folders exist."""
-    seen = {run.resolve()}
-    while (start := _start(run)) is not None and start.is_dir() and start.resolve() not in seen:
-        seen.add(start.resolve())
-        yield start
-        run = start
+    seen: set[Path] = set()
+    with suppress(EsperError):  # an ancestor that cannot be read any more; runs that are evaluated were checked before
+        while (start := read_config(run).start) is not None and start.is_dir():
+            seen.add(run.resolve())
+            if start.resolve() in seen:
+                return
+            yield start
+            run = start
 
 
 def _relative(path: Path) -> Path:
     """The path relative to the working directory if it is below it, because tables are for other machines too."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _start(run: Path) -> Path | None:
-    try:
-        return read_config(run).start
-    except EsperError:  # an ancestor that cannot be read any more; runs that are evaluated were checked before
-        return None
 
 
 def _earlier(run: Path, subject: str, same: dict[str, Json] | None) -> list[str]:
