@@ -206,7 +206,7 @@ def print_report(console: Console, report: EvaluationReport) -> None:
             "a report, not a claim."
         ]
     for item in items:
-        console.print(item, highlight=False, markup=False)
+        console.print(item, markup=False)
 
 
 def draw(report: EvaluationReport, path: Path) -> None:

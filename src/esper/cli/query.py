@@ -61,7 +61,7 @@ class QueryCommand:
             return
         if target != STDOUT:
             rows = "1 row" if count == 1 else f"{count:,} rows"
-            console.print(f"{rows} in {target}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{rows} in {target}", markup=False, soft_wrap=True)
 
 
 def _belongs_to(path: Path, run: Path) -> bool:
@@ -81,22 +81,22 @@ def _show(console: Console, answer: Answer, limit: int) -> None:
         table.add_row(*map(_cell, row))
     _print(console, table)
     if len(rows) > limit:
-        console.print(f"only the first {limit}; --rows shows more, --csv writes all", highlight=False)
+        console.print(f"only the first {limit}; --rows shows more, --csv writes all")
     elif not rows:
-        console.print("no rows", highlight=False)
+        console.print("no rows")
 
 
 def _show_views(console: Console, folder: Path) -> None:
     for name, columns in columns_of(folder).items():
-        console.print(f"\n[bold]{name}[/bold]", highlight=False)
-        console.print(VIEWS[name].meaning, highlight=False, markup=False)
+        console.print(f"\n[bold]{name}[/bold]")
+        console.print(VIEWS[name].meaning, markup=False)
         table = Table(*(Column(header, overflow="fold") for header in ("column", "type", "meaning")))
         for column in columns:
             if column.meaning:
                 table.add_row(column.name, column.type, column.meaning)
         _print(console, table)
         if others := [column.name for column in columns if not column.meaning]:
-            console.print(f"and, all {columns[-1].type}: {', '.join(others)}", highlight=False, markup=False)
+            console.print(f"and, all {columns[-1].type}: {', '.join(others)}", markup=False)
 
 
 def _print(console: Console, table: Table) -> None:
@@ -104,7 +104,7 @@ def _print(console: Console, table: Table) -> None:
     if not console.is_terminal:
         wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = max(console.width, wanted)
-    console.print(table, markup=False, highlight=False)
+    console.print(table, markup=False)
 
 
 def _cell(value: Cell) -> str:

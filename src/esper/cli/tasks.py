@@ -32,26 +32,25 @@ class TasksCommand:
         if not self.names:
             console.print(
                 "Gains are points of validation accuracy over the host alone for one seed grown in mid-training, mean "
-                "of several repeats; `esper tasks NAME` shows every slot and blueprint.",
-                highlight=False,
+                "of several repeats; `esper tasks NAME` shows every slot and blueprint."
             )
 
 
 def _describe(console: Console, task: Task, data_dir: Path | None) -> None:
     missing = "" if is_present(task.dataset, data_dir) else " (not here yet: fetched on first use)"
-    console.print(f"[bold]{task.name}[/bold]  {task.why}", highlight=False)
+    console.print(f"[bold]{task.name}[/bold]  {task.why}")
     host = f"host {task.host_parameters:,} parameters, {task.parameter_budget:,} may be grown"
     episode = f"{task.steps} steps × {task.batches_per_step} minibatches of {task.batch}"
     line = f"  {task.dataset}{missing} · {host} · {episode} · validation {task.validation_size:,}"
-    console.print(line, highlight=False)
+    console.print(line)
     kinds = published_gains(task.name)
     for kind in kinds:
         label = f" ({kind.defect})" if len(kinds) > 1 else ""
         bests = [kind.best(slot_id) for slot_id in task.slot_ids]
         seeds = ", ".join(f"{b.slot_id} {b.blueprint} {b.points:+.1f} ({b.parameters:,})" for b in bests)
-        console.print(f"  host alone{label} {kind.host_accuracy:.1f} %; best seed per slot: {seeds}", highlight=False)
+        console.print(f"  host alone{label} {kind.host_accuracy:.1f} %; best seed per slot: {seeds}")
     if not kinds:
-        console.print("  gains not measured: benchmarks/task_gains.py measures them", highlight=False)
+        console.print("  gains not measured: benchmarks/task_gains.py measures them")
     console.print()
 
 

@@ -106,9 +106,7 @@ class TrainCommand:
         folder, resume = self.resume or self.out or OUT, self.resume is not None
         trainer = Trainer(config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, profile=self.profile)
         trainer.run()
-        console.print(
-            f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False
-        )
+        console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
         if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
             raise SystemExit(128 + signal.SIGINT)
 

@@ -51,10 +51,9 @@ class TuneCommand:
         write_tuned(self.out, tuned)
         console.print(
             f"{tuned.used} of {tuned.budget} episodes on {tuned.task}: {_describe(tuned.best)} (objective "
-            f"{tuned.objective:+.2f} on the finalists' hosts)",
-            highlight=False,
+            f"{tuned.objective:+.2f} on the finalists' hosts)"
         )
-        console.print(f"Written to {self.out}; evaluate it as {self.kind}:{self.out}", highlight=False)
+        console.print(f"Written to {self.out}; evaluate it as {self.kind}:{self.out}")
 
 
 def _describe(best: Plan | HeuristicConfig) -> str:

@@ -19,10 +19,8 @@ from esper.tolaria.data import data_digest
 class ResultCache:
     """One file per contender and block of hosts, named by everything that the result depends on.
 
-    That is the hosts, their data, the policy with its files, the code and the machine. A user's own tasks are known by
-    name and data alone. The other contenders do not matter (on CUDA, up to rounding), so one evaluation can use the
-    results of another.
-    """
+    That is the hosts, their data, the policy's files, the code and the machine, but not the other contenders (on CUDA,
+    up to rounding). A user's own tasks are known by name and data alone."""
 
     def __init__(self, folder: Path) -> None:
         try:

@@ -30,12 +30,8 @@ def sign_policies(
 
 
 def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = False) -> list[str]:
-    """Append the entry to every run's `final.jsonl`. Returns a warning for each run that was signed before, or that
-    started from one that was.
-
-    All files are opened before the first is written, so one that cannot be written stops all. `resumed`: equal entries
-    do not count as another evaluation.
-    """
+    """Append the entry to every run's `final.jsonl`, or to none if one cannot be written. Returns a warning for each
+    run that was signed before, or that started from one that was. `resumed`: equal entries do not count."""
     same = entry if resumed else None
     warnings = [warning for run in runs for warning in _earlier(run, str(run), same)]
     warnings += [
@@ -67,7 +63,7 @@ def _ancestors(run: Path) -> Iterator[Path]:
 
 
 def _relative(path: Path) -> Path:
-    """The path relative to the working directory if it is below it, because tables are for other machines too."""
+    # If it is below the working directory, because tables are for other machines too.
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

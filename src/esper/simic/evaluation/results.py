@@ -40,8 +40,7 @@ class Result:
     control_accuracy: list[float]
     added_params: list[int]
     fossils: list[list[Fossil]]
-    work: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of pass, in units of the plain host's own training"""
+    work: dict[str, list[float]] = field(default_factory=dict)  # by kind of pass, in units of the plain host's training
     objective_at: dict[str, list[float]] = field(default_factory=dict)  # at another ρ, by its value
 
     @classmethod

@@ -137,10 +137,7 @@ def run_contenders(
 
 @contextmanager
 def run_with(workers: int) -> Iterator[RunAll]:
-    """Run calls in this process, or in this number of processes; the results are the same.
-
-    Processes are spawned: they know the tasks that importing esper, or the main module, registers.
-    """
+    """Run calls in this process or in spawned ones, which know the tasks of esper and of the main module."""
     require_whole("workers", workers, 1)
     if workers == 1:
         try:

@@ -222,10 +222,7 @@ class _Rollout:
 def find_suspects(
     results: Sequence[StepResult], reward: RewardConfig, slot_ids: Sequence[str]
 ) -> tuple[Tensor, tuple[Finding, ...]]:
-    """Counts (3,) over an episode and the suspects by name.
-
-    The counts are acting seeds with a measured contribution, and how many of them each suspicion holds for.
-    """
+    """Counts (3,) of acting seeds with a measured contribution and of those under each suspicion; and the suspects."""
     suspects = Suspects.over([detect(result.slots, result.gain, reward.limits) for result in results])
     contribution = torch.stack([result.slots.contribution.value for result in results])
     gain = torch.stack([result.gain for result in results])

@@ -233,8 +233,7 @@ class EpisodeRunner:
 
 
 Act = Callable[[PolicyView], Tensor]  # from what policies see to actions (n, heads) of all grown envs
-OnStep = Callable[[int, PolicyView, Tensor, StepResult], None]
-"""Called after every step with its number, view, actions and result."""
+OnStep = Callable[[int, PolicyView, Tensor, StepResult], None]  # gets the number, view, actions and result of a step
 
 
 def play_episode(runner: EpisodeRunner, act: Act, on_step: OnStep | None = None) -> StepResult:

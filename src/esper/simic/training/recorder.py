@@ -14,21 +14,7 @@ from torch import Tensor
 from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
-from esper.nissa import (
-    AlarmRaised,
-    EpisodeEnded,
-    Event,
-    Panicked,
-    RoundExamined,
-    RoundMeasured,
-    RunBegun,
-    RunEnded,
-    RunResumed,
-    SeedSuspected,
-    SinkSettings,
-    StageChanged,
-    as_line,
-)
+from esper.nissa import SinkSettings, events
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, TamiyoRolloutBuffer
 from esper.simic.rewards import Suspicion
 from esper.simic.telemetry import (
@@ -71,10 +57,7 @@ class Recorder:
 
     @contextmanager
     def session(self, done: Callable[[], int], *, progress: bool = True) -> Iterator[None]:
-        """Open the files and sinks of the run, and note when work on it begins and ends.
-
-        `done` counts complete rounds. Ctrl-C and SIGTERM end the block after the last of them.
-        """
+        """Open the run's files and sinks, note begin and end. Signals end the block; `done` counts complete rounds."""
         path, left = self.folder.path, self.rounds - done()
         bar = progress_bar("rounds", left, shown=progress)
         with bar as self._advance, self.folder, self.hub, termination_interrupts():
@@ -95,20 +78,20 @@ class Recorder:
     def _noted(self, done: Callable[[], int]) -> Iterator[None]:
         """Write the begin and end of the block to `sessions.jsonl`, and send them to the sinks."""
         begin = (_now(), done(), self.rounds, encode(Machine.here()), git_hash())
-        self._note(RunBegun(*begin) if self._remarks is None else RunResumed(*begin, list(self._remarks)))
+        self._note(events.RunBegun(*begin) if self._remarks is None else events.RunResumed(*begin, list(self._remarks)))
         try:
             yield
         except BaseException as error:
             why = "stopped" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # a full disk is often the cause; this second error must not hide it
-                self._note(RunEnded(_now(), done(), why, self.hub.dropped))
+                self._note(events.RunEnded(_now(), done(), why, self.hub.dropped))
             raise
-        self._note(RunEnded(_now(), done(), "complete", self.hub.dropped))
+        self._note(events.RunEnded(_now(), done(), "complete", self.hub.dropped))
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: events.Event) -> None:
         path = self.folder.path / SESSIONS
         with JsonLines(path, end_of_lines(path)) as log:
-            log.write(**as_line(event))
+            log.write(**events.as_line(event))
         self.hub.publish(event)
 
     @contextmanager
@@ -135,27 +118,27 @@ class Recorder:
             write_record(log, round_index, record)
         if look is not None:
             report = look.report({record.task: record.lstm for record in records})
-            log.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
+            log.write(**events.as_line(events.RoundExamined(round_index, **_short(encode(report)))))
         self.alarms = self.detector.look(round_index, update, round_facts(records, report))
         self.detail = self.detail.after(self.alarms)
         for alarm in self.alarms:
-            log.write(**as_line(alarm_raised(alarm)))
+            log.write(**events.as_line(alarm_raised(alarm)))
 
     def write_metrics(
         self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
-    ) -> RoundMeasured:
+    ) -> events.RoundMeasured:
         """Log the line of a round. What depends on the clock or the machine is under `timing`."""
         seconds, lost = {name: round(total.wall_s, 6) for name, total in spans.items()}, self.hub.metrics()
         timing = {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
         values = round_values(records, update, timing | ({"hub": lost} if lost else {}))
         self.folder.metrics.write(round=round_index, **values)
-        return RoundMeasured(round_index, values)
+        return events.RoundMeasured(round_index, values)
 
     def save(self, agent: PPOAgent, rounds: int) -> None:
         """Write the checkpoint after `rounds` rounds."""
         self.folder.save(agent, rounds, TelemetryState(self.detector.state, self.detail))
 
-    def show(self, measured: RoundMeasured, records: Sequence[RoundRecord]) -> None:
+    def show(self, measured: events.RoundMeasured, records: Sequence[RoundRecord]) -> None:
         """Send a complete round to the sinks, and print its alarms unless the console sink does."""
         self.hub.publish(measured)
         for alarm in self.alarms:
@@ -166,10 +149,7 @@ class Recorder:
 
 
 def decided(actions: Sequence[Sequence[int]], heads: Sequence[str], slots: SlotConfig) -> dict[str, Column]:
-    """The decisions of one episode by column: `step` and every head, null where the head does not matter.
-
-    Steps that waited are omitted because most do: a day of a large run writes a hundred thousand of these.
-    """
+    """The decisions of one episode, without WAIT, by column: `step` and every head, null where it does not matter."""
     op = list(heads).index("op")
     acted = [(step, action) for step, action in enumerate(actions) if action[op] != LifecycleOp.WAIT]
     columns: dict[str, Column] = {"step": [step for step, _ in acted]}
@@ -188,22 +168,22 @@ def summary(records: Sequence[RoundRecord]) -> str:
     )
 
 
-def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> None:
+def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
     """Log what happened to each host of a task. Envs are numbered over all tasks."""
     first, task = record.first_env, record.task
     for step, (env, change, blueprint) in record.changes:
         where = (round_index, task, step, first + env, change.slot_id, blueprint)
-        events.write(**as_line(StageChanged(*where, change.source.name, change.target.name, change.cause)))
+        log.write(**events.as_line(events.StageChanged(*where, change.source.name, change.target.name, change.cause)))
     for step, env, symptoms in record.symptoms:
-        events.write(**as_line(Panicked(round_index, task, step, first + env, symptoms)))
+        log.write(**events.as_line(events.Panicked(round_index, task, step, first + env, symptoms)))
     for suspect in record.suspects:
         seed = (round_index, task, suspect.step, first + suspect.env, suspect.slot)
         figures = round(suspect.contribution, 4), round(suspect.gain, 4)
-        events.write(**as_line(SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
+        log.write(**events.as_line(events.SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
-        ended = EpisodeEnded(
+        ended = events.EpisodeEnded(
             round=round_index,
             task=task,
             env=first + env,
@@ -222,13 +202,13 @@ def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> No
             rewards=encode([round(reward, 3) for reward in rewards[env]]),
             reward_parts=encode({name: round(total[env], 4) for name, total in parts.items()}),
         )
-        events.write(**as_line(ended))
+        log.write(**events.as_line(ended))
 
 
-def alarm_raised(alarm: Alarm) -> AlarmRaised:
+def alarm_raised(alarm: Alarm) -> events.AlarmRaised:
     """The event of an alarm that begins or ends."""
     content = asdict(alarm)
-    return AlarmRaised(alarm=content.pop("kind"), **content)
+    return events.AlarmRaised(alarm=content.pop("kind"), **content)
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:

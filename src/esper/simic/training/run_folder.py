@@ -167,11 +167,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:
-        """A run to continue after its last complete round whose checkpoint and logs are intact.
+        """A run to continue after its last complete round whose checkpoint and logs are intact, else with `agent`.
 
-        Before the first checkpoint it begins with the given agent; later agents must have the same heads and columns.
-        The logs are cut to that round and their tails moved aside. Differences are warned of.
-        """
+        The logs are cut to that round and their tails moved aside. Differences are warned of."""
         checkpoints = checkpoints_of(path, _read_header(path)[1])
         remarks: list[str] = []
 

@@ -36,11 +36,8 @@ class Trainer:
         sinks: SinkSettings | None = None,
         profile: Path | None = None,
     ) -> None:
-        """A resumed run keeps its settings, and the number of checkpoints that it was begun with.
-
-        `sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round.
-        """
-        sinks = SinkSettings() if sinks is None else sinks
+        """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round."""
+        sinks = sinks or SinkSettings()
         sinks.check()
         torch.set_num_threads(config.threads)
         if resume:

@@ -20,9 +20,7 @@ from esper.tamiyo.policies.open_loop import MAX_SEEDS
 from esper.tolaria import Task
 
 Candidate = TypeVar("Candidate", bound=Hashable)
-Evaluate = Callable[[Sequence[Candidate], Sequence[int]], list[list[float]]]
-"""Objectives [candidate][host] of these candidates on the hosts of these numbers."""
-
+Evaluate = Callable[[Sequence[Candidate], Sequence[int]], list[list[float]]]  # objectives [candidate][host]
 LEAST_EPISODES = 16  # with fewer, shares of the budget round to nothing
 FIRST_HOSTS = 4  # most hosts in the first rung of a halving; one host alone could be of a rare kind
 FIRST_SHARE = 2 / 3  # largest share of a halving's episodes for its first rung
@@ -51,7 +49,7 @@ class Search(Generic[Candidate]):
 
     @property
     def left(self) -> int:
-        """Episodes that may still be run."""
+        """Episodes left."""
         return self.budget - self.used
 
     def rng(self, *names: str) -> random.Random:
@@ -61,9 +59,7 @@ class Search(Generic[Candidate]):
     def halve(self, stage: str, candidates: Sequence[Candidate], episodes: int) -> list[Candidate]:
         """Run all candidates on few hosts, the better half on more, and so on. Returns the survivors, best first.
 
-        If there are more candidates than the first rung can pay for, it draws some at random. Later rungs get equal
-        shares of the rest; a rung that its share cannot pay for is skipped.
-        """
+        The first rung draws at random those that it can pay for. Later rungs get equal shares of the rest."""
         episodes = min(episodes, self.left)
         first_rung = max(1, int(FIRST_SHARE * episodes))
         alive = list(candidates)
@@ -88,10 +84,7 @@ class Search(Generic[Candidate]):
         return sorted(candidates, key=lambda candidate: -fmean(self.objectives[candidate][host] for host in shared))
 
     def decide(self, finalists: Sequence[Candidate]) -> tuple[Candidate, float]:
-        """Run the finalists on as many fresh hosts as the budget allows. Returns the best one and its mean.
-
-        Fresh, because the finalists were selected for their luck on the earlier hosts too.
-        """
+        """The best on as many fresh hosts as the budget allows, and its mean. Luck on earlier hosts does not count."""
         hosts = self.left // len(finalists)
         if not hosts:
             raise BadValueError(f"{self.left} of {self.budget} episodes are left for {len(finalists)} finalists")
@@ -102,7 +95,6 @@ class Search(Generic[Candidate]):
         return best, means[best]
 
     def _try(self, stage: str, candidates: Sequence[Candidate], hosts: range) -> None:
-        """Run candidates on hosts, count the episodes, log the objectives."""
         cost = len(candidates) * len(hosts)
         assert cost <= self.left, f"{cost} episodes with {self.left} of {self.budget} left"
         self.used += cost
@@ -142,8 +134,7 @@ def search_schedule(search: Search[Plan], task: Task) -> tuple[Plan, float]:
     return (chosen, mean) if mean > 0 else (Plan(), 0.0)
 
 
-RANDOM_SHARE, NEAR_SHARE = 0.5, 0.25
-"""Shares of the episodes for random configurations and for neighbours of the best; the rest is for the final."""
+RANDOM_SHARE, NEAR_SHARE = 0.5, 0.25  # shares for random configurations and neighbours of the best; the rest: final
 MOST_CHANGES = 3  # most fields in which a neighbour differs
 
 Draws = dict[str, Callable[[random.Random], int | float | str]]
@@ -195,12 +186,11 @@ def _build(values: dict[str, Any]) -> HeuristicConfig:  # Any: fields by name
 
 
 def _affordable(episodes: int) -> int:
-    """Number of candidates that a first rung can run on all its hosts."""
+    # Number of candidates that a first rung can run on all its hosts.
     return max(1, int(FIRST_SHARE * episodes) // FIRST_HOSTS)
 
 
 def _collect(make: Callable[[], HeuristicConfig], known: set[HeuristicConfig], count: int) -> list[HeuristicConfig]:
-    """This number of configurations, all different and none of them known."""
     configs: dict[HeuristicConfig, None] = {}
     while len(configs) < count:
         config = make()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import BadValueError, UnknownNameError, head_preset, objective
-from esper.leyline.progress import Advance, progress_bar
+from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.evaluation.arena import MakePolicy, SideBySide, divide, hardened, open_arena
 from esper.simic.evaluation.workers import RunAll, run_with
@@ -97,16 +97,15 @@ class Trials:
     ) -> list[list[float]]:
         """Objectives [candidate][host], on validation images."""
         table = torch.zeros((len(hosts), len(candidates)), dtype=torch.float64)
-        run_share = partial(self.run_share, candidates, hosts, advance if workers == 1 else None)
+        run_share = partial(self.run_share, candidates, hosts, advance if workers == 1 else ignore)
         for (some, these), objectives in run_all(run_share, shares(len(candidates), len(hosts), workers)):
             table[these.start : these.stop, some.start : some.stop] = objectives
             if workers > 1:
                 advance(objectives.numel())
-        rows: list[list[float]] = table.T.tolist()
-        return rows
+        return [[float(value) for value in row] for row in table.T]
 
     def run_share(
-        self, candidates: Sequence[Any], hosts: Sequence[int], advance: Advance | None, share: tuple[range, range]
+        self, candidates: Sequence[Any], hosts: Sequence[int], advance: Advance, share: tuple[range, range]
     ) -> Tensor:
         """Objectives (hosts, candidates) of one share, both given by index."""
         arena = open_arena(get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir)
@@ -121,11 +120,7 @@ def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:
-    """Divide candidates × hosts so that the slowest process finishes soonest.
-
-    Every host of a part needs its own control, so parts with many candidates are cheap; but too few parts leave
-    processes idle.
-    """
+    """Divide candidates × hosts so that the slowest process finishes soonest; every host of a part needs a control."""
 
     def longest(cut: tuple[int, int]) -> tuple[int, int]:
         by_candidates, by_hosts = cut
