@@ -84,7 +84,6 @@ def free_folder(folder: Path) -> Path:
 
 
 def _on_unseen(results: Sequence[Result]) -> str:
-    """A sentence about what the controller grew on unseen hosts."""
     hosts = [commits for result in results for commits in result.commits]
     commits = Counter(name for names in hosts for name in names)
     if not commits:

@@ -66,7 +66,7 @@ def _parse(name: str, arguments: list[str]) -> Command:
     import tyro
 
     # Only the chosen one is imported: most need torch, which takes seconds.
-    dataclass: type[Command] = getattr(import_module(f"esper.cli.{name}"), f"{name.capitalize()}Command")
+    dataclass: type[Command] = getattr(import_module(f"{__package__}.{name}"), f"{name.capitalize()}Command")
     try:
         return tyro.cli(dataclass, prog=f"esper {name}", args=arguments)
     finally:

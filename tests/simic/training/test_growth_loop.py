@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
+from simic.training.tiny import NAME, make_runner, play, purpose_of, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, save_agent
@@ -17,7 +17,7 @@ from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner, IllegalActionError, apply_action, play_episode
-from esper.simic.training.hosts import PURPOSES, Groups, host_seed, purpose_of
+from esper.simic.training.hosts import PURPOSES, Groups, host_seed
 from esper.simic.training.run_folder import TelemetryState
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig

@@ -219,7 +219,6 @@ def run_comparisons(
 
 
 def _by_seed(entry: Contender, results: Mapping[Contender, list[Result]]) -> list[Contender]:
-    """One contender per training seed."""
     if entry.spec.base is None:
         return [replace(entry, spec=member) for member in entry.spec.members]
     return [replace(entry, base=result) for result in results[replace(entry, spec=entry.spec.base)]]

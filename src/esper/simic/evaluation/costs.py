@@ -149,7 +149,6 @@ def _seed_work(slot: SlotSpec, name: str) -> float:
 
 
 def _shape(slot: SlotSpec) -> tuple[int, ...]:
-    """The shape of one input's activation at a slot."""
     if slot.topology == "image":
         assert slot.resolution is not None, "image slots state their resolution"
         return slot.width, slot.resolution, slot.resolution

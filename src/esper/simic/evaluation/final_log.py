@@ -68,9 +68,8 @@ def _relative(path: Path) -> Path:
 
 
 def _earlier(run: Path, subject: str, same: dict[str, Json] | None) -> list[str]:
-    entries = list(read_lines(run / FINAL)) if (run / FINAL).is_file() else []
-    if same is not None:
-        entries = [entry for entry in entries if entry | {"when": ""} != same | {"when": ""}]
+    lines = read_lines(run / FINAL) if (run / FINAL).is_file() else ()
+    entries = [line for line in lines if same is None or line | {"when": ""} != same | {"when": ""}]
     if not entries:
         return []
     first = entries[0]

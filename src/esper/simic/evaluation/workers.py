@@ -60,7 +60,7 @@ def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:
 
 
 def _hosts_at_once(policies: int) -> int:
-    """Hosts per fleet, each with a control and an env per policy."""
+    # Each host has a control and an env per policy.
     return max(1, AT_ONCE // (policies + 1))
 
 

@@ -24,11 +24,6 @@ def host_seed(purpose: Purpose, rng_seed: int, *position: int) -> int:
     return PURPOSES.index(purpose) * _RANGE + derive_seed(purpose, rng_seed, *position) % _RANGE
 
 
-def purpose_of(seed: int) -> Purpose:
-    """The purpose whose range contains a host seed."""
-    return PURPOSES[seed // _RANGE]
-
-
 @dataclass(frozen=True)
 class Groups:
     """`count` groups of adjacent envs: `members` that a policy controls, then a control that never grows."""
