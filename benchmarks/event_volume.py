@@ -24,11 +24,11 @@ from harness import RESULTS, Json, print_table, write_result
 from torch import Tensor
 
 from esper.karn.queries import ask
-from esper.nissa import AlarmRaised
+from esper.nissa import AlarmRaised, as_line
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.training.collect import RoundRecord
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.recorder import round_values, write_alarms, write_record
+from esper.simic.training.recorder import round_values, write_record
 from esper.simic.training.run_folder import EVENTS, METRICS, RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import JsonLines
@@ -157,7 +157,8 @@ def write_round(events: JsonLines, metrics: JsonLines, number: int, record: Roun
     write_record(events, number, record)
     if number % ROUNDS_PER_ALARM == ROUNDS_PER_ALARM - 1:
         words = "the joint KL of a minibatch was 0.2, above 0.15", "one is noise; if it comes back lower the rate"
-        write_alarms(events, [AlarmRaised("kl_spike", "warning", number, "", False, 0.2, 0.15, *words)])
+        alarm = AlarmRaised("kl_spike", "warning", number, "", False, 0.2, 0.15, *words)
+        events.write(**as_line(alarm))
     metrics.write(round=number, **round_values([record], pool.update, {"collect_s": 24.1273, "update_s": 0.8734}))
 
 

@@ -54,8 +54,7 @@ class DemoCommand:
             f"controller may grow small modules in {len(task.slot_ids)} slots of each, with up to "
             f"{task.parameter_budget:,} parameters in all. Its reward is the accuracy gained over a twin that never "
             "grows, minus a rent for every parameter.\n"
-            f"Training it for {self.rounds} rounds of {self.hosts} hosts:",
-            highlight=False,
+            f"Training it for {self.rounds} rounds of {self.hosts} hosts:"
         )
         config = TrainConfig(task=TASK, rounds=self.rounds, hosts=self.hosts, members=self.members, seed=self.seed)
         unseen = EvaluationConfig(TASK, self.unseen, EVALUATION_SEED)
@@ -72,9 +71,9 @@ class DemoCommand:
         (folder / "evaluation.json").write_text(dumps(comparison.to_json(), indent=1, allow_nan=False) + "\n")
         print_report(console, EvaluationReport({TASK: comparison}, [], []))
         for sentence in ["", *what_was_learned(read_run(folder)), _on_unseen(results["learned"])]:
-            console.print(sentence, highlight=False)
-        console.print(f"\nThe whole story, with pictures: {write_report(folder)}", highlight=False, soft_wrap=True)
-        console.print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all", highlight=False)
+            console.print(sentence)
+        console.print(f"\nThe whole story, with pictures: {write_report(folder)}", soft_wrap=True)
+        console.print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all")
 
 
 def free_folder(folder: Path) -> Path:
@@ -85,7 +84,6 @@ def free_folder(folder: Path) -> Path:
 
 
 def _on_unseen(results: Sequence[Result]) -> str:
-    """A sentence about what the controller grew on unseen hosts."""
     hosts = [commits for result in results for commits in result.commits]
     commits = Counter(name for names in hosts for name in names)
     if not commits:

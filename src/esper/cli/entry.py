@@ -5,7 +5,7 @@ import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from esper import __version__
 from esper.leyline import EsperError
@@ -21,22 +21,14 @@ class Command(Protocol):
         """Carry it out."""
 
 
-class Entry(NamedTuple):
-    """Where a subcommand lives. Only the chosen one is imported: most need torch, which takes seconds."""
-
-    module: str
-    dataclass: str
-    help: str
-
-
 COMMANDS = {
-    "demo": Entry("esper.cli.demo", "DemoCommand", "Train a small controller and compare it with rules."),
-    "tasks": Entry("esper.cli.tasks", "TasksCommand", "List the tasks, with the gain of the best seed per slot."),
-    "train": Entry("esper.cli.train", "TrainCommand", "Train a controller on fresh hosts."),
-    "tune": Entry("esper.cli.tune", "TuneCommand", "Search a fixed plan or the heuristic's thresholds."),
-    "evaluate": Entry("esper.cli.evaluate", "EvaluateCommand", "Compare policies on unseen hosts."),
-    "report": Entry("esper.cli.report", "ReportCommand", "Write a run as one HTML page."),
-    "query": Entry("esper.cli.query", "QueryCommand", "Query a run with SQL."),
+    "demo": "Train a small controller and compare it with rules.",
+    "tasks": "List the tasks, with the gain of the best seed per slot.",
+    "train": "Train a controller on fresh hosts.",
+    "tune": "Search a fixed plan or the heuristic's thresholds.",
+    "evaluate": "Compare policies on unseen hosts.",
+    "report": "Write a run as one HTML page.",
+    "query": "Query a run with SQL.",
 }
 
 
@@ -67,14 +59,14 @@ def _run(arguments: list[str]) -> None:
         _fail(f"unknown command {name!r}; {f'did you mean {close[0]!r}?' if close else 'see esper --help'}")
     from rich.console import Console
 
-    _parse(name, rest).run(Console())
+    _parse(name, rest).run(Console(highlight=False))
 
 
 def _parse(name: str, arguments: list[str]) -> Command:
     import tyro
 
-    entry = COMMANDS[name]
-    dataclass: type[Command] = getattr(import_module(entry.module), entry.dataclass)
+    # Only the chosen one is imported: most need torch, which takes seconds.
+    dataclass: type[Command] = getattr(import_module(f"{__package__}.{name}"), f"{name.capitalize()}Command")
     try:
         return tyro.cli(dataclass, prog=f"esper {name}", args=arguments)
     finally:
@@ -82,7 +74,7 @@ def _parse(name: str, arguments: list[str]) -> Command:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:10}{entry.help}" for name, entry in COMMANDS.items())
+    commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
     return (
         "usage: esper COMMAND [options]\n\nGrow a neural network while it trains.\n\n"
         f"commands:\n{commands}\n\nesper COMMAND --help lists the options; esper --version prints the version."

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from esper.leyline import OTHER_RHOS, BadValueError
 from esper.leyline.records import Json
@@ -38,16 +38,14 @@ def policy_table(comparison: TaskComparison) -> Table:
             row["greedy"] = f"{overall_mean(greedy, 'objective'):+.2f}" if greedy else ""
         if (share := comparison.share_of_oracle(name)) is not None:
             row["of\noracle"] = f"{share:.0%}"
-        rows.append(
-            row
-            | {
-                "accuracy\n%": f"{overall_mean(results, 'accuracy'):.1f}",
-                "gain": f"{overall_mean(results, 'gain'):+.2f}",
-                "added\nparameters": f"{overall_mean(results, 'added_params'):.0f}",
-                "commits": f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
-                "cost": f"{overall_mean(results, 'cost'):.1f}×" if results[0].cost else "",
-            }
-        )
+        row |= {
+            "accuracy\n%": f"{overall_mean(results, 'accuracy'):.1f}",
+            "gain": f"{overall_mean(results, 'gain'):+.2f}",
+            "added\nparameters": f"{overall_mean(results, 'added_params'):.0f}",
+            "commits": f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
+            "cost": f"{overall_mean(results, 'cost'):.1f}×" if results[0].cost else "",
+        }
+        rows.append(row)
     return _table(comparison.title, rows)
 
 
@@ -68,23 +66,21 @@ def kind_table(comparison: TaskComparison) -> Table:
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
     """A table without lines between columns; long names are folded, never cut, so that it fits into 80 columns."""
-    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
-    for column in rows[0]:
-        left = column in ("policy", "kind", "commits per slot")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    left = ("policy", "kind", "commits per slot")
+    columns = (Column(name, justify="left" if name in left else "right", overflow="fold") for name in rows[0])
+    table = Table(*columns, title=title, box=SIMPLE_HEAD, padding=0)
     for row in rows:
         table.add_row(*row.values())
     return table
 
 
-def claim_line(claim: Claim, names: Mapping[str, str] | None = None) -> str:
+def claim_line(claim: Claim, names: Mapping[str, str]) -> str:
     """One line about a claim; `names` are shorter names of the policies."""
     d = claim.difference
-    policy, against = ((names or {}).get(name, name) for name in (claim.policy, claim.against))
     verdicts = ["superior"] if claim.superior else []
     verdicts += [f"not worse by {claim.margin:g}"] if claim.not_worse else []
     return (
-        f"{policy} − {against}: {d.mean:+.2f} (95 % {d.low:+.2f} to {d.high:+.2f}, bootstrap "
+        f"{names[claim.policy]} − {names[claim.against]}: {d.mean:+.2f} (95 % {d.low:+.2f} to {d.high:+.2f}, bootstrap "
         f"{d.bootstrap_low:+.2f} to {d.bootstrap_high:+.2f}, adjusted p {claim.adjusted_p:.3g}, "
         f"{d.seeds} training seed{'s' if d.seeds > 1 else ''})" + (f" {', '.join(verdicts)}" if verdicts else "")
     )
@@ -134,22 +130,15 @@ class EvaluateCommand:
     def run(self, console: Console) -> None:
         """Evaluate, print tables of policies and their differences, write the files."""
         torch.set_num_threads(1)
-        for target in (self.json, self.picture):
-            if target is not None:
-                check_target(target)
+        for target in filter(None, (self.json, self.picture)):
+            check_target(target)
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise BadValueError(f"--picture {self.picture} must end in {' or '.join(PICTURES)}")
         tasks, policies = ([name.strip() for name in names.split(",")] for names in (self.task, self.policies))
+        hosts = (self.hosts, self.seed, self.preset, self.final, self.isolation, self.device, self.data_dir)
+        config = EvaluationConfig(tasks[0], *hosts)
         report = run_comparisons(
-            tasks,
-            policies,
-            EvaluationConfig(
-                tasks[0], self.hosts, self.seed, self.preset, self.final, self.isolation, self.device, self.data_dir
-            ),
-            margin=self.margin,
-            greedy=self.greedy,
-            workers=self.workers,
-            keep=self.keep,
+            tasks, policies, config, margin=self.margin, greedy=self.greedy, workers=self.workers, keep=self.keep
         )
         print_report(console, report)
         if self.json is not None:
@@ -209,16 +198,15 @@ def print_report(console: Console, report: EvaluationReport) -> None:
         items += [policy_table(comparison), *([kind_table(comparison)] if comparison.kinds else [])]
         items += [claim_line(claim, names) for claim in comparison.claims]
     if report.claims:
-        items += ["Mean over tasks"]
-        items += [f"{names[name]}: {fmean(seeds):+.2f}" for name, seeds in report.objectives().items()]
-        items += [claim_line(claim, names) for claim in report.claims]
+        means = [f"{names[name]}: {fmean(seeds):+.2f}" for name, seeds in report.objectives().items()]
+        items += ["Mean over tasks", *means, *(claim_line(claim, names) for claim in report.claims)]
     if not all(claim.enough_seeds for comparison in report.tasks.values() for claim in comparison.claims):
         items += [
             f"Where a learned policy has fewer than {CLAIM_SEEDS} training seeds, or none takes part, a difference is "
             "a report, not a claim."
         ]
     for item in items:
-        console.print(item, highlight=False, markup=False)
+        console.print(item, markup=False)
 
 
 def draw(report: EvaluationReport, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from esper.karn.queries import STDOUT, Answer, Cell, as_json, ask, columns_of
 from esper.karn.views import VIEWS
@@ -56,51 +56,47 @@ class QueryCommand:
         try:
             count = answer.write_csv(target) if self.csv else answer.write_json(target)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads the output has had enough
+        except BrokenPipeError:  # the reader has had enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
         if target != STDOUT:
             rows = "1 row" if count == 1 else f"{count:,} rows"
-            console.print(f"{rows} in {target}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{rows} in {target}", markup=False, soft_wrap=True)
 
 
 def _belongs_to(path: Path, run: Path) -> bool:
     """Whether a path is in a run's folder, or in what a link there leads to: by its name, or where it leads itself."""
-    own = {place.resolve() for place in (run, *(run.iterdir() if run.is_dir() else ()))}
+    own = {each.resolve() for each in (run, *(run.iterdir() if run.is_dir() else ()))}
     routes = (Path(os.path.abspath(path)), path.resolve())
-    return any(place.resolve() in own for route in routes for place in (route, *route.parents))
+    return any(each.resolve() in own for route in routes for each in (route, *route.parents))
 
 
 def _show(console: Console, answer: Answer, limit: int) -> None:
-    """A table of the first rows."""
     rows = list(islice(answer.rows, limit + 1))
     table = Table()
-    for place, name in enumerate(answer.columns):
-        numbers = all(row[place] is None or isinstance(row[place], int | float) for row in rows)
+    for index, name in enumerate(answer.columns):
+        numbers = all(row[index] is None or isinstance(row[index], int | float) for row in rows)
         table.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for row in rows[:limit]:
         table.add_row(*map(_cell, row))
     _print(console, table)
     if len(rows) > limit:
-        console.print(f"only the first {limit}; --rows shows more, --csv writes all", highlight=False)
+        console.print(f"only the first {limit}; --rows shows more, --csv writes all")
     elif not rows:
-        console.print("no rows", highlight=False)
+        console.print("no rows")
 
 
 def _show_views(console: Console, folder: Path) -> None:
-    """Every view with its columns, as this run has them."""
     for name, columns in columns_of(folder).items():
-        console.print(f"\n[bold]{name}[/bold]", highlight=False)
-        console.print(VIEWS[name].meaning, highlight=False, markup=False)
-        table = Table()
-        for header in ("column", "type", "meaning"):
-            table.add_column(header, overflow="fold")
+        console.print(f"\n[bold]{name}[/bold]")
+        console.print(VIEWS[name].meaning, markup=False)
+        table = Table(*(Column(header, overflow="fold") for header in ("column", "type", "meaning")))
         for column in columns:
             if column.meaning:
                 table.add_row(column.name, column.type, column.meaning)
         _print(console, table)
         if others := [column.name for column in columns if not column.meaning]:
-            console.print(f"and, all {columns[-1].type}: {', '.join(others)}", highlight=False, markup=False)
+            console.print(f"and, all {columns[-1].type}: {', '.join(others)}", markup=False)
 
 
 def _print(console: Console, table: Table) -> None:
@@ -108,7 +104,7 @@ def _print(console: Console, table: Table) -> None:
     if not console.is_terminal:
         wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = max(console.width, wanted)
-    console.print(table, markup=False, highlight=False)
+    console.print(table, markup=False)
 
 
 def _cell(value: Cell) -> str:

@@ -30,4 +30,4 @@ class ReportCommand:
         written = write_report(
             self.folder, self.out, evaluations=self.evaluation or None, hosts=self.hosts, round=self.round
         )
-        console.print(f"the report is in {written}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"the report is in {written}", markup=False, soft_wrap=True)

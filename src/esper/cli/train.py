@@ -1,7 +1,7 @@
 """`esper train`."""
 
 import signal
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,30 +101,25 @@ class TrainCommand:
 
     def run(self, console: Console) -> None:
         """Train with a progress bar. Ctrl-C ends after the last complete round."""
-        if self.resume is None:
-            keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
-            out = OUT if self.out is None else self.out
-            trainer = Trainer(self.settings(), out, sinks=self.sinks, profile=self.profile, keep_checkpoints=keep)
-        else:
-            config = self._resumed(self.resume)
-            trainer = Trainer(config, self.resume, resume=True, sinks=self.sinks, profile=self.profile)
+        keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
+        config = self.settings() if self.resume is None else self._resumed(self.resume)
+        folder, resume = self.resume or self.out or OUT, self.resume is not None
+        trainer = Trainer(config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, profile=self.profile)
         trainer.run()
-        console.print(
-            f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False
-        )
+        console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
         if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
             raise SystemExit(128 + signal.SIGINT)
 
     def settings(self) -> TrainConfig:
         """The defaults, changed by the file, then by the flags."""
         config = DEFAULT if self.config is None else read_settings(self.config)
-        given = {name: value for name, value in _given(self).items() if name in {f.name for f in fields(TrainConfig)}}
+        given = {name: value for name, value in _given(self).items() if hasattr(config, name)}
         given |= {name: replace(getattr(config, name), **_given(getattr(self, name))) for name in ("ppo", "reward")}
         return replace(config, **given)
 
     def _resumed(self, folder: Path) -> TrainConfig:
         """The settings of a run to resume; only its data folder may differ."""
-        names = set(_given(self)) - {"resume", "data_dir", "profile", "sinks", "ppo", "reward"}
+        names = _given(self).keys() - {"resume", "data_dir", "profile", "sinks", "ppo", "reward"}
         names |= {f"{group}.{name}" for group in ("ppo", "reward") for name in _given(getattr(self, group))}
         if names:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
@@ -134,6 +129,4 @@ class TrainCommand:
 
 
 def _given(flags: Any) -> dict[str, Any]:  # Any: a dataclass of flags, and their values
-    """The flags that were given."""
-    values = {each.name: getattr(flags, each.name) for each in fields(flags)}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in vars(flags).items() if value is not None}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from esper.simic.tuning.tune import EPISODES, check_free, tune, write_tuned
+from esper.simic.tuning import EPISODES, check_free, tune, write_tuned
 from esper.tamiyo.policies import HeuristicConfig, Plan
 from esper.tamiyo.policies.shipped import TunedKind
 
@@ -38,23 +38,14 @@ class TuneCommand:
         """Search, write the file, print the result."""
         torch.set_num_threads(1)
         check_free(self.out)
-        tuned = tune(
-            self.task,
-            self.kind,
-            self.episodes,
-            self.seed,
-            preset=self.preset,
-            data_dir=self.data_dir,
-            device=self.device,
-            workers=self.workers,
-        )
+        hosts = (self.preset, self.data_dir, self.device, self.workers)
+        tuned = tune(self.task, self.kind, self.episodes, self.seed, *hosts)
         write_tuned(self.out, tuned)
         console.print(
             f"{tuned.used} of {tuned.budget} episodes on {tuned.task}: {_describe(tuned.best)} (objective "
-            f"{tuned.objective:+.2f} on the finalists' hosts)",
-            highlight=False,
+            f"{tuned.objective:+.2f} on the finalists' hosts)"
         )
-        console.print(f"Written to {self.out}; evaluate it as {self.kind}:{self.out}", highlight=False)
+        console.print(f"Written to {self.out}; evaluate it as {self.kind}:{self.out}")
 
 
 def _describe(best: Plan | HeuristicConfig) -> str:

@@ -392,7 +392,7 @@ def test_the_command_writes_tables_json_and_picture(
         (["--policies", "oracle", "--isolation", "straight_through"], "learn from shadow rows"),
         (["--preset", "half"], "'half'"),
         (["--hosts", "1"], "one host has no interval"),
-        (["--margin", "0"], "margin 0.0 must be positive"),
+        (["--margin", "0"], "margin 0.0 is not a finite number above 0"),
         (["--workers", "0"], "workers"),
         (["--picture", "all.jpg"], "must end in .png or .svg"),
         (["--picture", "nowhere/all.svg"], "there is no folder nowhere"),

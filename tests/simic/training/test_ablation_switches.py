@@ -95,7 +95,7 @@ def collected(
 def test_without_shaping_only_the_end_is_paid() -> None:
     """The same sum, all of it in the last step."""
     _, record = collected(RewardConfig(shaping=0.0), steps=12)
-    assert record.panics == 0
+    assert len(record.symptoms) == 0
     assert float(record.rewards[:-1].abs().max()) == 0
     assert float(record.rewards[-1].abs().max()) > 0
     torch.testing.assert_close(record.rewards[-1], record.objective.float(), rtol=1e-4, atol=1e-3)

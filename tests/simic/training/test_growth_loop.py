@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
+from simic.training.tiny import NAME, make_runner, play, purpose_of, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, save_agent
@@ -17,7 +17,7 @@ from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner, IllegalActionError, apply_action, play_episode
-from esper.simic.training.hosts import PURPOSES, Groups, host_seed, purpose_of
+from esper.simic.training.hosts import PURPOSES, Groups, host_seed
 from esper.simic.training.run_folder import TelemetryState
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig
@@ -163,7 +163,7 @@ def test_a_panic_undoes_the_action_and_pays_the_penalty() -> None:
 
     runner.fleet.train_step = faulty  # type: ignore[method-assign]  # a fault at the third step
     [record] = collector.collect(0)
-    assert record.panics == 1
+    assert len(record.symptoms) == 1
     ends = collector.buffer.ends[broken]
     assert ends.nonzero().flatten().tolist() == [2, 11], "later steps are a new segment"
     assert float(collector.buffer.rewards[broken, 2]) < -5
@@ -223,7 +223,7 @@ def test_rewards_add_up_to_the_objective() -> None:
     runner = make_runner()
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
     [record] = RoundCollector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
-    assert record.panics == 0
+    assert len(record.symptoms) == 0
     torch.testing.assert_close(record.rewards.sum(0), record.objective.float(), rtol=1e-4, atol=1e-3)
     assert float(record.rewards.abs().sum()) > 0
 

@@ -215,7 +215,7 @@ def test_the_memory_of_training_begins_anew_after_a_panic(monkeypatch: pytest.Mo
     monkeypatch.setattr(agent, "act", note_memory)
     monkeypatch.setattr(runner.fleet, "train_step", faulty)
     [record] = RoundCollector([runner], agent, RewardConfig(), rng_seed=4).collect(0)
-    assert record.panics == 1
+    assert len(record.symptoms) == 1
     remembered = torch.stack(sizes) > 0
     expected = torch.ones_like(remembered)
     expected[0] = False

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from simic.training.tiny import tiny_task
+from simic.training.tiny import purpose_of, tiny_task
 
 from esper.leyline import BadValueError, head_preset
 from esper.nissa import RoundMeasured, find_metric
@@ -15,7 +15,7 @@ from esper.simic.rewards import RewardConfig
 from esper.simic.training.collect import RoundCollector, check_alike
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.hosts import Groups, purpose_of
+from esper.simic.training.hosts import Groups
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task

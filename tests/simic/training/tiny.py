@@ -10,7 +10,7 @@ from esper.leyline import LifecycleOp, head_preset
 from esper.simic.training.collect import action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner, StepResult
-from esper.simic.training.hosts import Groups, host_seed
+from esper.simic.training.hosts import PURPOSES, Groups, Purpose, host_seed
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig, Policy, PolicyView
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task
@@ -86,3 +86,8 @@ def quick_trainer(folder: Path, rounds: int = 12, **changes: object) -> Trainer:
     trainer = Trainer(quick_config(rounds, **changes), folder)
     trainer.agent.config = replace(trainer.agent.config, advantage_floor=1e-3)
     return trainer
+
+
+def purpose_of(seed: int) -> Purpose:
+    """The purpose whose range, of 2**60 seeds each, contains a host seed."""
+    return PURPOSES[seed // 2**60]

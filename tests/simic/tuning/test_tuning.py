@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from simic.training.tiny import NAME, make_runner, tiny_task
+from simic.training.tiny import NAME, make_runner, purpose_of, tiny_task
 from torch import Tensor
 
 from esper.cli import main
@@ -21,9 +21,8 @@ from esper.simic.evaluation.policies import make_policies
 from esper.simic.evaluation.workers import run_here
 from esper.simic.evaluation.yardsticks import extensions, one_seed_plans, plan_parameters
 from esper.simic.training.episode import EpisodeRunner, play_episode
-from esper.simic.training.hosts import host_seed, purpose_of
-from esper.simic.tuning.search import Search, search_heuristic, search_schedule
-from esper.simic.tuning.tune import Trials, Tuned, tune, write_tuned
+from esper.simic.training.hosts import host_seed
+from esper.simic.tuning import Search, Trials, Tuned, search_heuristic, search_schedule, tune, write_tuned
 from esper.storage import files
 from esper.tamiyo import Policy, growth_table
 from esper.tamiyo.policies import (

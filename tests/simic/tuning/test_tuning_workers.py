@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
+from esper.leyline.progress import ignore
 from esper.simic.evaluation.workers import call_in_worker, run_here
 from esper.simic.evaluation.yardsticks import one_seed_plans
-from esper.simic.tuning.tune import Trials, shares, tune
+from esper.simic.tuning import Trials, shares, tune
 
 TRIALS = Trials(NAME, "schedule", "core", 1)
 
@@ -56,7 +57,7 @@ def test_shared_trials_are_the_same_trials() -> None:
 
 def test_errors_come_back() -> None:
     """With their message, whatever their type needs to be built."""
-    run_share = partial(replace(TRIALS, task="nonsense").run_share, ["plan"], [0], None)
+    run_share = partial(replace(TRIALS, task="nonsense").run_share, ["plan"], [0], ignore)
     with pytest.raises(BadValueError, match="unknown task 'nonsense'") as raised:
         call_in_worker(run_share, (range(1), range(1)))
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)

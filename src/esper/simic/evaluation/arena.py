@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.kasmina.slot import Isolation
 from esper.leyline import HeadPreset
-from esper.leyline.progress import Advance
+from esper.leyline.progress import Advance, ignore
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.costs import CostMeter, Structure
 from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
@@ -19,15 +19,12 @@ from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
 from esper.tolaria import Task
 
-AT_ONCE = 64
-"""Envs per fleet, controls included."""
+AT_ONCE = 64  # envs per fleet, controls included
 
 Candidate = TypeVar("Candidate")
 Item = TypeVar("Item")
-MakePolicy = Callable[[EpisodeRunner, Sequence[Candidate]], Policy]
-"""One policy for a fleet whose groups consist of these candidates."""
-Measure = Callable[[EpisodeRunner, StepResult], Tensor]
-"""Figures of every grown env (n, …) at the end of an episode."""
+MakePolicy = Callable[[EpisodeRunner, Sequence[Candidate]], Policy]  # for a fleet whose groups are these candidates
+Measure = Callable[[EpisodeRunner, StepResult], Tensor]  # figures of every grown env (n, …) at the end of an episode
 
 
 class SideBySide:
@@ -42,7 +39,7 @@ class SideBySide:
         return self.policies[0].table
 
     def initial_state(self, seeds: list[int]) -> list[PolicyState]:
-        """The initial state of each policy."""
+        """One state per policy."""
         return [policy.initial_state(seeds[self._rows(index)]) for index, policy in enumerate(self.policies)]
 
     def act(
@@ -68,7 +65,6 @@ class SideBySide:
 
 
 def _rows_of(tree: Any, rows: slice) -> Any:  # Any: one level at a time
-    """The same tuples and mappings, with these rows of every tensor."""
     if isinstance(tree, tuple):
         return type(tree)(*(_rows_of(part, rows) for part in tree))
     if isinstance(tree, Mapping):
@@ -126,7 +122,6 @@ class Arena:
         self,
         task: Task,
         preset: HeadPreset,
-        *,
         final: bool = False,
         isolation: Isolation = "shadow",
         device: str = "cpu",
@@ -153,7 +148,7 @@ class Arena:
         candidates: Sequence[Candidate],
         seeds: Sequence[int],
         measure: Measure,
-        advance: Advance | None = None,
+        advance: Advance = ignore,
     ) -> Tensor:
         """Measure every candidate on every host, without random draws: (hosts, candidates, …), float64."""
         candidate_parts = divide(len(candidates), AT_ONCE - 1)
@@ -167,14 +162,12 @@ class Arena:
                 player = PolicyPlayer(runner, policy, fill([seeds[index] for index in hosts], groups.count))
                 values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
                 blocks.append(values.unflatten(0, (groups.count, members))[: len(hosts), : len(part)])
-                if advance is not None:
-                    advance(len(hosts) * len(part))
+                advance(len(hosts) * len(part))
             columns.append(torch.cat(blocks))
         return torch.cat(columns, 1)
 
 
-open_arena = lru_cache(maxsize=1)(Arena)
-"""An arena that stays open until another one is needed, because a fleet serves job after job."""
+open_arena = lru_cache(maxsize=1)(Arena)  # stays open until another one is needed: a fleet serves job after job
 
 
 def divide(count: int, most: int) -> list[range]:

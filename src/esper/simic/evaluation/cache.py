@@ -19,10 +19,8 @@ from esper.tolaria.data import data_digest
 class ResultCache:
     """One file per contender and block of hosts, named by everything that the result depends on.
 
-    That is the hosts, their data, the policy with its files, the code and the machine. A user's own tasks are known by
-    name and data alone. The other contenders do not matter (on CUDA, up to rounding), so one evaluation can use the
-    results of another.
-    """
+    That is the hosts, their data, the policy's files, the code and the machine, but not the other contenders (on CUDA,
+    up to rounding). A user's own tasks are known by name and data alone."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -48,7 +46,13 @@ class ResultCache:
         """Stored results of a contender, by host."""
         results: dict[int, Result] = {}
         for path in sorted(self.folder.glob(f"{key}-*.json")):
-            results.update(enumerate(_read(path).by_host(), int(path.stem.split("-")[1])))
+            try:
+                values = json.loads(path.read_text())
+                fossils = [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]
+                result = Result(**{**values, "fossils": fossils})
+            except (ValueError, TypeError, KeyError) as error:
+                raise BadValueError(f"{path} is not a stored result ({error}); remove it to run it again") from None
+            results.update(enumerate(result.by_host(), int(path.stem.split("-")[1])))
         return results
 
     def write(self, key: str, hosts: range, result: Result) -> None:
@@ -66,12 +70,3 @@ def source_digest() -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def _read(path: Path) -> Result:
-    try:
-        values = json.loads(path.read_text())
-        fossils = [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]
-        return Result(**{**values, "fossils": fossils})
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadValueError(f"{path} is not a stored result ({error}); remove it to run it again") from None

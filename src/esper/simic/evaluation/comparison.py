@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from esper.leyline import BadValueError, objective
+from esper.leyline.numbers import require_positive
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.evaluation.cache import ResultCache
@@ -28,8 +29,7 @@ from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
 from esper.tolaria import Task, get_task
 from esper.tolaria.tasks import published_gains
 
-LEAST_WORTH = 1.0
-"""Points over its rent that the best seed must add for its slot to be called right."""
+LEAST_WORTH = 1.0  # points over its rent that the best seed must add for its slot to be called right
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,12 @@ class KindSummary:
 
     hosts: int
     objective: float
-    gain: float
-    """Accuracy minus the control's, points"""
-    added_share: float
-    """Added parameters over the host's"""
-    commits: float
-    """Fossils per host"""
-    slots: dict[str, float]
-    """Share of the commits by slot; empty if nothing was committed"""
-    right_slot: str | None
-    """The slot where one seed was measured to add most; None if no seed is worth its rent, or none was measured"""
-    right_slot_share: float | None
-    """Share of the commits there; None without a right slot or without commits"""
+    gain: float  # accuracy minus the control's, points
+    added_share: float  # added parameters over the host's
+    commits: float  # fossils per host
+    slots: dict[str, float]  # share of the commits by slot; empty if nothing was committed
+    right_slot: str | None  # where one seed was measured to add most; None if none is worth its rent or was measured
+    right_slot_share: float | None  # share of the commits there; None without a right slot or without commits
 
 
 def right_slot(task: Task, kind: str) -> str | None:
@@ -61,9 +55,8 @@ def right_slot(task: Task, kind: str) -> str | None:
         for gain in gains.gains
         if gain.parameters <= task.parameter_budget
     }
-    if not worth or max(worth.values()) < LEAST_WORTH:
-        return None
-    return max(worth, key=lambda cell: worth[cell])[0]
+    best = max(worth, key=lambda cell: worth[cell], default=None)
+    return None if best is None or worth[best] < LEAST_WORTH else best[0]
 
 
 def kinds_of_hosts(config: EvaluationConfig, policies: dict[str, list[Result]]) -> dict[str, dict[str, KindSummary]]:
@@ -74,9 +67,8 @@ def kinds_of_hosts(config: EvaluationConfig, policies: dict[str, list[Result]]) 
 
 def by_kind(task: Task, seeds: Sequence[int], results: Sequence[Result]) -> dict[str, KindSummary]:
     """Summarise a policy's results (one per training seed) by kind, for kinds that have a host."""
-    hosts: dict[str, list[int]] = {kind: [] for kind in task.defects}
-    for host, seed in enumerate(seeds):
-        hosts[task.defect_of(seed)].append(host)
+    kinds = [task.defect_of(seed) for seed in seeds]
+    hosts = {kind: [host for host, its in enumerate(kinds) if its == kind] for kind in task.defects}
     return {kind: _summary(task, kind, members, results) for kind, members in hosts.items() if members}
 
 
@@ -104,13 +96,10 @@ class TaskComparison:
     """All results on one task."""
 
     config: EvaluationConfig
-    policies: dict[str, list[Result]]
-    """By name, one result per training seed; rules have one"""
+    policies: dict[str, list[Result]]  # by name, one result per training seed; rules have one
     claims: list[Claim]
-    greedy: dict[str, list[Result]] = field(default_factory=dict)
-    """Learned policies with the likeliest action instead of a sampled one"""
-    kinds: dict[str, dict[str, KindSummary]] = field(default_factory=dict)
-    """By policy and kind of host; empty if all hosts are of one kind"""
+    greedy: dict[str, list[Result]] = field(default_factory=dict)  # learned policies with their likeliest action
+    kinds: dict[str, dict[str, KindSummary]] = field(default_factory=dict)  # empty if all hosts are of one kind
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -147,8 +136,7 @@ class EvaluationReport:
     """Several tasks, and the mean over them."""
 
     tasks: dict[str, TaskComparison]
-    claims: list[Claim]
-    """Unit = the training seed: per seed the mean over tasks of the mean over hosts"""
+    claims: list[Claim]  # unit = the training seed: per seed the mean over tasks of the mean over hosts
     warnings: list[str]
 
     def objectives(self) -> dict[str, list[float]]:
@@ -184,8 +172,7 @@ _LISTS = ("objective", "accuracy", "control_accuracy", "added_params", "cost")
 
 
 def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    means: list[float] = np.mean(rows, 0).tolist()
-    return means
+    return list(map(float, np.mean(rows, 0)))
 
 
 def run_comparisons(
@@ -199,16 +186,12 @@ def run_comparisons(
     progress: bool = True,
     keep: Path | None = None,
 ) -> EvaluationReport:
-    """Evaluate policies on several tasks. `config` gives the hosts; its task is ignored.
+    """Evaluate policies on several tasks. `config` gives the hosts; its task is ignored. `keep`: folder of the cache.
 
-    A spec is a rule, `heuristic:FILE`, `schedule:FILE`, `oracle`, run folders separated by `+`, or `retrained:POLICY`
-    or `static:POLICY` of another spec. A final evaluation is signed into the run folders before it begins. Results are
-    stored in the folder `keep`, and read from there the next time.
-    """
+    A final evaluation is signed into the run folders before it begins."""
     if len(set(tasks)) != len(tasks) or not tasks:
         raise BadValueError(f"tasks {list(tasks)} must be different ones, at least one")
-    if not 0.0 < margin < float("inf"):
-        raise BadValueError(f"margin {margin} must be positive and finite: points by which a policy may be worse")
+    require_positive("margin", margin, remark=": points by which a policy may be worse")
     policies = [PolicySpec.parse(spec) for spec in specs]
     configs = [replace(config, task=task) for task in tasks]
     for each in configs:
@@ -236,7 +219,6 @@ def run_comparisons(
 
 
 def _by_seed(entry: Contender, results: Mapping[Contender, list[Result]]) -> list[Contender]:
-    """One contender per training seed."""
     if entry.spec.base is None:
         return [replace(entry, spec=member) for member in entry.spec.members]
     return [replace(entry, base=result) for result in results[replace(entry, spec=entry.spec.base)]]
@@ -250,15 +232,9 @@ def _on_one_task(
     warnings: list[str],
 ) -> TaskComparison:
     sampled = {spec.text: results[Contender(config, spec)] for spec in policies}
-    likeliest = {spec.text: results.get(Contender(config, spec, True), []) for spec in policies}
-    return TaskComparison(
-        config,
-        sampled,
-        compare_all(sampled, margin),
-        {name: rows for name, rows in likeliest.items() if rows},
-        kinds_of_hosts(config, sampled),
-        warnings,
-    )
+    greedy = {one.spec.text: rows for one, rows in results.items() if one.config == config and one.greedy}
+    kinds = kinds_of_hosts(config, sampled)
+    return TaskComparison(config, sampled, compare_all(sampled, margin), greedy, kinds, warnings)
 
 
 def _over_tasks(tasks: dict[str, TaskComparison]) -> Rows:

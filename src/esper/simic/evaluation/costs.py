@@ -21,21 +21,18 @@ from esper.tolaria import HostFleet, Task
 
 Array = NDArray[np.float64]
 
+# Main rows and shadow rows of minibatches. Main rows on validation or test images. Rows of auditions and of silenced
+# seeds there. All those rows on the calibration batch. Probes of the slots.
 PASSES = ("training", "shadow", "validation", "ablation", "calibration", "probing")
-"""Main rows and shadow rows of minibatches. Main rows on validation or test images. Rows of auditions and of silenced
-seeds there. All those rows on the calibration batch. Probes of the slots."""
-_THROUGH, _FULL = 2, 3
-"""Passes: forward and the gradients of activations; these and the gradients of weights."""
-_INPUTS = 2
-"""Inputs of the pass that work is counted on."""
+_THROUGH, _FULL = 2, 3  # passes: forward and the gradients of activations; these and the gradients of weights
+_INPUTS = 2  # inputs of the pass that work is counted on
 
 
 class Structure(NamedTuple):
     """The seeds of every env, (n, slots)."""
 
     stage: Array
-    blueprint: Array
-    """Index in the slot config's blueprint names; −1: none"""
+    blueprint: Array  # index in the slot config's blueprint names; −1: none
 
     @classmethod
     def of(cls, stage: Tensor, blueprint: Tensor) -> "Structure":
@@ -54,8 +51,7 @@ class CostMeter:
     """Counts the work of a fleet's envs, one episode after the other."""
 
     def __init__(self, fleet: HostFleet, *, final: bool = False, plain: Task | None = None) -> None:
-        """`final`: hardened hosts are scored on test images. `plain`: the task whose host is the unit, by default the
-        fleet's."""
+        """`final`: hardened hosts are scored on test images. `plain`: the task whose host is the unit."""
         self._fleet, task, batches = fleet, fleet.task, fleet.batches
         calibration = batches.calibration(task.calibration_size)
         self._batch, self._calibration = task.batch, len(calibration)
@@ -66,9 +62,8 @@ class CostMeter:
         segments = _segment_work(task.build_host(), inputs)
         positions = np.array(list(fleet.places.values()))
         self._host = float(segments.sum())
-        self._below = np.array(
-            [segments[position + 1 :].sum() for position in positions]
-        )  # (slots,): segments behind each
+        # (slots,): segments behind each
+        self._below = np.array([segments[position + 1 :].sum() for position in positions])
         self._later = (positions[None, :] > positions[:, None]).astype(float)
         self._covariances = sum(slot.width * math.prod(_shape(slot)) for slot in fleet.slots.values())
         self._names = task.slot_config.blueprint_names
@@ -86,8 +81,7 @@ class CostMeter:
         return Structure.of_states([self._fleet.states[env] for env in self._envs], self._names)
 
     def train(self, structure: Structure) -> None:
-        """Count a step of minibatches: main rows, and a shadow row per seed in TRAINING. Trained straight through the
-        main row, such a seed costs its own work alone."""
+        """Count a step of minibatches: main rows, and a shadow row (straight through: a seed) per seed in TRAINING."""
         own, _, main, behind = self._work(structure)
         training, inputs = structure.stage == SeedStage.TRAINING, self._minibatches * self._batch
         shadows = training * _FULL * own + (training * _THROUGH * behind if self._shadows else 0.0)
@@ -135,7 +129,6 @@ def _is_active(structure: Structure) -> NDArray[np.bool_]:
 
 @torch.no_grad()
 def _segment_work(host: Host, x: Tensor) -> Array:
-    """Multiply-adds per input and segment."""
     work = []
     for index in range(len(host.segments)):
         with FlopCounterMode(display=False) as counter:
@@ -156,7 +149,6 @@ def _seed_work(slot: SlotSpec, name: str) -> float:
 
 
 def _shape(slot: SlotSpec) -> tuple[int, ...]:
-    """The shape of one input's activation at a slot."""
     if slot.topology == "image":
         assert slot.resolution is not None, "image slots state their resolution"
         return slot.width, slot.resolution, slot.resolution

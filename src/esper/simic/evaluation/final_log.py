@@ -1,7 +1,7 @@
 """The log of final evaluations in each run folder: test images are meant to be used once."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,12 +30,8 @@ def sign_policies(
 
 
 def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = False) -> list[str]:
-    """Append the entry to every run's `final.jsonl`. Returns a warning for each run that was signed before, or that
-    started from one that was.
-
-    All files are opened before the first is written, so one that cannot be written stops all. `resumed`: equal entries
-    do not count as another evaluation.
-    """
+    """Append the entry to every run's `final.jsonl`, or to none if one cannot be written. Returns a warning for each
+    run that was signed before, or that started from one that was. `resumed`: equal entries do not count."""
     same = entry if resumed else None
     warnings = [warning for run in runs for warning in _earlier(run, str(run), same)]
     warnings += [
@@ -56,29 +52,24 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = 
 
 def _ancestors(run: Path) -> Iterator[Path]:
     """The runs that a run started from, the nearest first, as far as their folders exist."""
-    seen = {run.resolve()}
-    while (start := _start(run)) is not None and start.is_dir() and start.resolve() not in seen:
-        seen.add(start.resolve())
-        yield start
-        run = start
+    seen: set[Path] = set()
+    with suppress(EsperError):  # an ancestor that cannot be read any more; runs that are evaluated were checked before
+        while (start := read_config(run).start) is not None and start.is_dir():
+            seen.add(run.resolve())
+            if start.resolve() in seen:
+                return
+            yield start
+            run = start
 
 
 def _relative(path: Path) -> Path:
-    """The path relative to the working directory if it is below it, because tables are for other machines too."""
+    # If it is below the working directory, because tables are for other machines too.
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _start(run: Path) -> Path | None:
-    try:
-        return read_config(run).start
-    except EsperError:  # an ancestor that cannot be read any more; runs that are evaluated were checked before
-        return None
-
-
 def _earlier(run: Path, subject: str, same: dict[str, Json] | None) -> list[str]:
-    entries = list(read_lines(run / FINAL)) if (run / FINAL).is_file() else []
-    if same is not None:
-        entries = [entry for entry in entries if entry | {"when": ""} != same | {"when": ""}]
+    lines = read_lines(run / FINAL) if (run / FINAL).is_file() else ()
+    entries = [line for line in lines if same is None or line | {"when": ""} != same | {"when": ""}]
     if not entries:
         return []
     first = entries[0]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from esper.kasmina.slot import Isolation
-from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline import BadValueError, SlotConfig, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.simic.agent.policy import load_policy
 from esper.simic.evaluation.results import Result
@@ -19,13 +19,10 @@ from esper.tamiyo.policies.shipped import TUNED_KINDS, TunedKind, read_heuristic
 from esper.tolaria import Task, get_task
 
 ORACLE = "oracle"
-RULES = ("wait", "random", "random-commit", "heuristic", "schedule", ORACLE)
-"""Kinds that are not learned."""
-CONTROLS = ("retrained", "static")
-"""Kinds that start from another policy's results: `retrained:POLICY`, `static:POLICY`."""
+RULES = ("wait", "random", "random-commit", "heuristic", "schedule", ORACLE)  # kinds that are not learned
+CONTROLS = ("retrained", "static")  # kinds that start from another policy's results: `retrained:POLICY` …
 LEARNED = "learned"
-SHIPPED = "shipped"
-"""`heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper."""
+SHIPPED = "shipped"  # `heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,10 @@ class PolicySpec:
     """The name of a policy, parsed: a rule, run folders, or a yardstick."""
 
     text: str
-    kind: str
-    """One of RULES or CONTROLS, or `learned`"""
-    runs: tuple[str, ...] = ()
-    """Of a learned policy: run folders, one per training seed"""
-    file: str = ""
-    """Of a heuristic or schedule: its tuned file, or `shipped`; a heuristic without one is untuned"""
-    base: "PolicySpec | None" = None
-    """Of a control: the policy whose results it starts from"""
+    kind: str  # one of RULES or CONTROLS, or `learned`
+    runs: tuple[str, ...] = ()  # of a learned policy: run folders, one per training seed
+    file: str = ""  # of a heuristic or schedule: its tuned file, or `shipped`; a heuristic without one is untuned
+    base: "PolicySpec | None" = None  # of a control: the policy whose results it starts from
 
     @classmethod
     def parse(cls, text: str) -> "PolicySpec":
@@ -122,30 +115,29 @@ def make_policy(
     spec: PolicySpec, task: Task, table: ActionTable, device: str = "cpu", *, greedy: bool = False
 ) -> Policy:
     """Build the policy of one training seed. `greedy`: a learned policy takes the likeliest action."""
-    if spec.learned:
-        (run,) = spec.runs
-        return _load_run(Path(run), task, table, device, greedy=greedy)
-    if spec.kind == "wait":
-        return WaitPolicy(table)
-    if spec.kind == "random":
-        return RandomPolicy(table)
-    if spec.kind == "random-commit":
-        return RandomCommitPolicy(table, task.steps)
-    if spec.kind == "heuristic":
-        return HeuristicTamiyo(table, task.slot_config, read_heuristic(spec.tuned_file(task)) if spec.file else None)
-    if spec.kind == "schedule":
-        return SchedulePolicy(table, task.slot_config, read_plan(spec.tuned_file(task)))
+    slots = task.slot_config
+    match spec.kind:
+        case "learned":
+            return _load_run(Path(spec.runs[0]), table, slots, device, greedy=greedy)
+        case "wait":
+            return WaitPolicy(table)
+        case "random":
+            return RandomPolicy(table)
+        case "random-commit":
+            return RandomCommitPolicy(table, task.steps)
+        case "heuristic":
+            return HeuristicTamiyo(table, slots, read_heuristic(spec.tuned_file(task)) if spec.file else None)
+        case "schedule":
+            return SchedulePolicy(table, slots, read_plan(spec.tuned_file(task)))
     raise BadValueError(f"{spec.text!r} is a yardstick, not a policy; `esper evaluate` runs it")
 
 
-def _load_run(path: Path, task: Task, table: ActionTable, device: str, *, greedy: bool) -> Policy:
+def _load_run(path: Path, table: ActionTable, slots: SlotConfig, device: str, *, greedy: bool) -> Policy:
     if not path.is_dir():
         raise UnknownNameError("policy", str(path), (*RULES, "a run folder"))
-    config = read_config(path)
-    checkpoint = RunFolder.last_checkpoint(path)
-    if checkpoint is None:
+    layout = growth_layout(slots, sensing=read_config(path).sensing)
+    if (checkpoint := RunFolder.last_checkpoint(path)) is None:
         raise BadValueError(f"{path} has no checkpoint: its first round is not complete; evaluate it later")
-    layout = growth_layout(task.slot_config, sensing=config.sensing)
     return load_policy(checkpoint, table, layout, greedy=greedy, device=device)
 
 
@@ -157,8 +149,7 @@ class EvaluationConfig:
     hosts: int
     seed: int
     preset: str = "core"
-    final: bool = False
-    """Hosts of the final range, scored on test images"""
+    final: bool = False  # hosts of the final range, scored on test images
     isolation: Isolation = "shadow"
     device: str = "cpu"
     data_dir: Path | None = None
@@ -170,7 +161,7 @@ class EvaluationConfig:
 
     @property
     def purpose(self) -> Purpose:
-        """The range of host seeds."""
+        """The range of its host seeds."""
         return "final" if self.final else "evaluation"
 
 
@@ -180,10 +171,8 @@ class Contender:
 
     config: EvaluationConfig
     spec: PolicySpec
-    greedy: bool = False
-    """The likeliest action instead of a sampled one; for learned policies"""
-    base: Result | None = None
-    """What a control starts from"""
+    greedy: bool = False  # the likeliest action instead of a sampled one; for learned policies
+    base: Result | None = None  # what a control starts from
 
     @property
     def acts(self) -> bool:
@@ -195,10 +184,9 @@ def check_specs(specs: Sequence[PolicySpec], config: EvaluationConfig) -> None:
     """Raise for anything that cannot be evaluated, before anything runs."""
     check_device(config.device)
     task = get_task(config.task)
-    for text, times in Counter(spec.text for spec in specs).items():
-        if times > 1:
-            raise BadValueError(f"policy {text!r} is listed twice; list it once")
-    for spec in specs:
+    for number, spec in enumerate(specs):
+        if spec in specs[:number]:
+            raise BadValueError(f"policy {spec.text!r} is listed twice; list it once")
         if spec.base is not None:
             # The oracle's gains are measured on half of the images.
             if spec.base not in specs or spec.base.kind in (*CONTROLS, ORACLE):
@@ -221,8 +209,7 @@ def learned_runs(specs: Iterable[PolicySpec]) -> list[Path]:
     return list({Path(run).resolve(): Path(run) for spec in specs for run in spec.runs}.values())
 
 
-FREE = ("seed", "start", "device", "threads", "data_dir", "alarms")
-"""Settings in which runs of one configuration may differ."""
+FREE = ("seed", "start", "device", "threads", "data_dir", "alarms")  # may differ among runs of one configuration
 
 
 def check_same_recipe(runs: Sequence[str]) -> None:
@@ -254,7 +241,6 @@ def check_same_recipe(runs: Sequence[str]) -> None:
 
 
 def _recipe(config: TrainConfig) -> dict[str, object]:
-    """The settings that runs of one configuration share, by name; nested ones as `part.name`."""
     return _flat({name: value for name, value in asdict(config).items() if name not in FREE})
 
 

@@ -1,7 +1,7 @@
 """Results of one policy on unseen hosts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -36,15 +36,12 @@ class Result:
     """One policy on all hosts; lists over hosts."""
 
     objective: list[float]
-    accuracy: list[float]
-    """Of the hardened hosts, percent"""
+    accuracy: list[float]  # of the hardened hosts, percent
     control_accuracy: list[float]
     added_params: list[int]
     fossils: list[list[Fossil]]
-    work: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of pass, in units of the plain host's own training"""
-    objective_at: dict[str, list[float]] = field(default_factory=dict)
-    """At another ρ, by its value"""
+    work: dict[str, list[float]] = field(default_factory=dict)  # by kind of pass, in units of the plain host's training
+    objective_at: dict[str, list[float]] = field(default_factory=dict)  # at another ρ, by its value
 
     @classmethod
     def scored(
@@ -88,7 +85,7 @@ class Result:
 
     def part(self, hosts: slice) -> "Result":
         """The result on some of the hosts."""
-        return Result(*(_cut(getattr(self, each.name), hosts) for each in fields(self)))
+        return Result(*(_cut(values, hosts) for values in vars(self).values()))
 
     def by_host(self) -> list["Result"]:
         """One result per host."""
@@ -97,7 +94,7 @@ class Result:
     @classmethod
     def joined(cls, parts: Sequence["Result"]) -> "Result":
         """The hosts of all parts, in their order."""
-        return cls(*(_join([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+        return cls(*(_join(list(values)) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def overall_mean(results: Sequence[Result], name: str) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
 from esper.leyline.numbers import require_whole
-from esper.leyline.progress import Advance
+from esper.leyline.progress import Advance, ignore
 from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, hardened, open_arena
 from esper.simic.evaluation.cache import ResultCache
 from esper.simic.evaluation.costs import CostMeter
@@ -26,13 +26,9 @@ from esper.simic.training.hosts import Groups, host_seed
 from esper.tolaria import get_task
 
 Call = Callable[[Any], Any]  # Any: items and results of any kind
-RunAll = Callable[[Call, Iterable[Any]], Iterable[tuple[Any, Any]]]
-"""Calls a function with every item; yields items with their results, in any order."""
-
-MOST_POLICIES = 15
-"""Policies side by side; a fleet still holds four hosts."""
-ORACLE_HOSTS = 16
-"""Hosts per job of the oracle, which runs an episode per plan on each of them."""
+RunAll = Callable[[Call, Iterable[Any]], Iterable[tuple[Any, Any]]]  # yields items with their results, in any order
+MOST_POLICIES = 15  # policies side by side; a fleet still holds four hosts
+ORACLE_HOSTS = 16  # hosts per job of the oracle, which runs an episode per plan on each of them
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,7 @@ class Job:
 
     contenders: tuple[Contender, ...]
     hosts: range
-    indices: tuple[int, ...]
-    """Of these contenders among all"""
+    indices: tuple[int, ...]  # of these contenders among all
 
 
 def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:
@@ -65,7 +60,7 @@ def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:
 
 
 def _hosts_at_once(policies: int) -> int:
-    """Hosts per fleet, each with a control and an env per policy."""
+    # Each host has a control and an env per policy.
     return max(1, AT_ONCE // (policies + 1))
 
 
@@ -83,35 +78,28 @@ def run_job(job: Job) -> list[Result]:
     """Run a job: one result per contender, on the job's hosts."""
     first, width = job.contenders[0], len(job.contenders)
     config, chosen = first.config, slice(job.hosts.start, job.hosts.stop)
-    arena = open_arena(
-        get_task(config.task),
-        head_preset(config.preset),
-        final=config.final,
-        isolation=config.isolation,
-        device=config.device,
-        data_dir=config.data_dir,
-    )
+    settings = (config.final, config.isolation, config.device, config.data_dir)
+    arena = open_arena(get_task(config.task), head_preset(config.preset), *settings)
+    seeds = host_seeds(config)
     if first.spec.kind == ORACLE:
-        return [run_oracle(arena, host_seeds(config)[chosen])[0]]
+        return [run_oracle(arena, seeds[chosen])[0]]
     if first.base is not None:
         control = retrain if first.spec.kind == "retrained" else train_static
-        return [control(arena, host_seeds(config)[chosen], first.base.part(chosen))]
+        return [control(arena, seeds[chosen], first.base.part(chosen))]
     # All jobs of an evaluation have fleets of one shape.
     runner = arena.runner(Groups(min(config.hosts, _hosts_at_once(width)), width))
-    fleet, heads = runner.fleet, len(runner.table)
     policies = [
         make_policy(one.spec, arena.task, runner.table, config.device, greedy=one.greedy) for one in job.contenders
     ]
     hosts = fill(job.hosts, runner.groups.count)
-    seeds = [host_seed(config.purpose, config.seed, host) for host in hosts]
-    draws = host_draws(config, hosts, arena.task.steps, heads).repeat_interleave(width, 1)
-    meter = CostMeter(fleet, final=config.final)
-    player = PolicyPlayer(runner, SideBySide(policies), seeds, draws, meter)
+    draws = host_draws(config, hosts, arena.task.steps, len(runner.table)).repeat_interleave(width, 1)
+    meter = CostMeter(runner.fleet, final=config.final)
+    player = PolicyPlayer(runner, SideBySide(policies), [seeds[host] for host in hosts], draws, meter)
     end = hardened(play_episode(runner, player.act, player.on_step))
     fossils = [
         [
             Fossil(slot_id, str(state.blueprint), state.style, state.alpha)
-            for slot_id, state in fleet.states[env].items()
+            for slot_id, state in runner.fleet.states[env].items()
             if state.stage is SeedStage.FOSSILIZED
         ]
         for env in runner.groups.envs
@@ -120,10 +108,15 @@ def run_job(job: Job) -> list[Result]:
     return [result.part(slice(index, width * len(job.hosts), width)) for index in range(width)]
 
 
+def run_here(call: Call, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Call a function with one item after the other in this process."""
+    return ((item, call(item)) for item in items)
+
+
 def run_contenders(
     contenders: Sequence[Contender],
-    run_all: RunAll | None = None,
-    advance: Advance | None = None,
+    run_all: RunAll = run_here,
+    advance: Advance = ignore,
     cache: ResultCache | None = None,
 ) -> list[Result]:
     """Run contenders on all their hosts, except for what the cache holds. `advance` counts hosts × contenders."""
@@ -131,30 +124,20 @@ def run_contenders(
     by_host = [cache.read(key) for key in keys] if cache else [{} for _ in contenders]
     left = {index: one for index, one in enumerate(contenders) if len(by_host[index]) < one.config.hosts}
     jobs = [job for job in make_jobs(left) if any(h not in by_host[index] for index in job.indices for h in job.hosts)]
-    if advance is not None:
-        work = sum(len(job.hosts) * len(job.indices) for job in jobs)
-        advance(sum(one.config.hosts for one in contenders) - work)
-    for job, results in (run_all or run_here)(run_job, jobs):
+    work = sum(len(job.hosts) * len(job.indices) for job in jobs)
+    advance(sum(one.config.hosts for one in contenders) - work)
+    for job, results in run_all(run_job, jobs):
         for index, result in zip(job.indices, results, strict=True):
             if cache is not None:
                 cache.write(keys[index], job.hosts, result)
             by_host[index].update(zip(job.hosts, result.by_host(), strict=True))
-        if advance is not None:
-            advance(len(job.hosts) * len(job.indices), job.contenders[0].spec.text if len(job.indices) == 1 else "")
+        advance(len(job.hosts) * len(job.indices), job.contenders[0].spec.text if len(job.indices) == 1 else "")
     return [Result.joined([hosts[host] for host in sorted(hosts)]) for hosts in by_host]
-
-
-def run_here(call: Call, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Call a function with one item after the other in this process."""
-    return ((item, call(item)) for item in items)
 
 
 @contextmanager
 def run_with(workers: int) -> Iterator[RunAll]:
-    """Run calls in this process, or in this number of processes; the results are the same.
-
-    Processes are spawned: they know the tasks that importing esper, or the main module, registers.
-    """
+    """Run calls in this process or in spawned ones, which know the tasks of esper and of the main module."""
     require_whole("workers", workers, 1)
     if workers == 1:
         try:
@@ -200,7 +183,7 @@ def _begin_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent; a worker whose parent was killed would wait for work forever."""
+    """A worker whose parent was killed would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

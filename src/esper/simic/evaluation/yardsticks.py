@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina import AlphaController, CNNHost, GPTHost, Host, SeedState
+from esper.kasmina import AlphaController, CNNHost, GPTHost, Host
 from esper.leyline import BadValueError, SeedStage, objective
 from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.costs import CostMeter
@@ -32,14 +32,12 @@ def install(fleet: HostFleet, env: int, fossils: Sequence[Fossil]) -> None:
     """Give an env fresh seeds as fossils, at the strength of the given ones."""
     for fossil in fossils:
         fleet.germinate(env, fossil.slot_id, fossil.blueprint, style=fossil.style, alpha_target=fossil.alpha)
-    fleet.adopt(env, {slot_id: _committed(state) for slot_id, state in fleet.states[env].items()})
-
-
-def _committed(state: SeedState) -> SeedState:
-    if state.stage is not SeedStage.GERMINATED:
-        return state
-    held = AlphaController().retarget(state.alpha_target, 0)
-    return replace(state, stage=SeedStage.FOSSILIZED, controller=held)
+    states = dict(fleet.states[env])
+    for slot_id, state in states.items():
+        if state.stage is SeedStage.GERMINATED:
+            held = AlphaController().retarget(state.alpha_target, 0)
+            states[slot_id] = replace(state, stage=SeedStage.FOSSILIZED, controller=held)
+    fleet.adopt(env, states)
 
 
 def train_static(arena: Arena, seeds: Sequence[int], base: Result) -> Result:
@@ -78,8 +76,7 @@ def _train(
 
 
 Build = Callable[[], Host]
-LAST_MORE = 4
-"""Widths of the last block that are tried at each size; they change the size in small steps."""
+LAST_MORE = 4  # widths of the last block that are tried at each size; they change the size in small steps
 
 
 def static_hosts(task: Task, added: Sequence[int]) -> list[Build]:
@@ -116,10 +113,7 @@ def _widths(channels: list[int]) -> Iterator[list[int]]:
         widths = [width + (factor == min(factors)) for width, factor in zip(widths, factors, strict=True)]
 
 
-# -- the oracle -------------------------------------------------------------------------------------------------------
-
-CHOOSING, SCORED = slice(0, None, 2), slice(1, None, 2)
-"""The images that choose the plan, and the images that score it."""
+CHOOSING, SCORED = slice(0, None, 2), slice(1, None, 2)  # the images that choose the plan, and the images that score it
 
 
 def one_seed_plans(task: Task) -> list[Plan]:

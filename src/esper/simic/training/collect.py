@@ -1,6 +1,7 @@
 """A round of episodes under the agent's policy: rewards, the rollout buffer, and a record for the logs."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -78,11 +79,6 @@ class RoundRecord(NamedTuple):
     changes: list[tuple[int, SeedChange]]  # (step, change)
     symptoms: list[tuple[int, int, list[str]]]  # (step, env, symptoms) of every panic
 
-    @property
-    def panics(self) -> int:
-        """Number of panics."""
-        return len(self.symptoms)
-
 
 def action_draws(
     rng_seed: int,
@@ -116,8 +112,8 @@ class RoundCollector:
         for runner in runners:
             runner.spans = self.spans
         grown = [runner.groups.grown for runner in runners]
-        self.rows = [range(sum(grown[:index]), sum(grown[: index + 1])) for index in range(len(grown))]
-        """The rows of the buffer that belong to each task"""
+        # The rows of the buffer that belong to each task.
+        self.rows = [range(end - count, end) for count, end in zip(grown, accumulate(grown), strict=True)]
         self.buffer = TamiyoRolloutBuffer(
             sum(grown),
             max(runner.fleet.task.steps for runner in runners),
@@ -140,7 +136,6 @@ class RoundCollector:
         return records
 
     def _play(self, round_index: int, runner: EpisodeRunner, rows: range) -> RoundRecord:
-        """Play the episode of one task."""
         first_group = rows.start // runner.groups.members
         groups = range(first_group, first_group + runner.groups.count)
         with self.spans("begin"):
@@ -165,16 +160,13 @@ class _Rollout:
         self.lstm: LstmHealth | None = None
 
     def act(self, view: PolicyView) -> Tensor:
-        """Actions (n, heads)."""
         self.observations = self.agent.normalise(view.features)
-        uniform = self.draws[len(self.results)]
         self.decision, self.values, self.hidden_state = self.agent.act(
-            self.observations, view.masks, self.hidden_state, epsilon=self.buffer.epsilon, uniform=uniform
+            self.observations, view.masks, self.hidden_state, epsilon=self.buffer.epsilon, uniform=self.draws[view.step]
         )
         return self.decision.actions
 
     def on_step(self, step: int, view: PolicyView, actions: Tensor, result: StepResult) -> None:
-        """Reward the step and add it to the buffer."""
         runner, rows = self.runner, self.rows
         with self.spans("reward"):
             rewarded = reward_step(self.collector.reward, runner, view, actions, result)
@@ -184,19 +176,9 @@ class _Rollout:
                 self.lstm = compute_lstm_health(self.hidden_state)
         ends = result.panics | runner.done
         values = self.agent.values_of(self.values, self.buffer.tasks[rows.start : rows.stop])
-        self.buffer.add(
-            Step(
-                self.observations,
-                view.masks,
-                actions,
-                self.decision.log_probs,
-                values,
-                rewarded.total.float(),
-                ends,
-                torch.zeros_like(values),  # an episode terminates: nothing follows
-            ),
-            None if len(self.collector.runners) == 1 else rows,
-        )
+        decided = (self.observations, view.masks, actions, self.decision.log_probs, values)
+        transition = Step(*decided, rewarded.total.float(), ends, torch.zeros_like(values))  # nothing follows the end
+        self.buffer.add(transition, None if len(self.collector.runners) == 1 else rows)
         hidden, cell = self.hidden_state
         self.hidden_state = hidden.where(~ends[:, None], 0.0), cell.where(~ends[:, None], 0.0)
         self.features.append(view.features)
@@ -240,10 +222,7 @@ class _Rollout:
 def find_suspects(
     results: Sequence[StepResult], reward: RewardConfig, slot_ids: Sequence[str]
 ) -> tuple[Tensor, tuple[Finding, ...]]:
-    """Counts (3,) over an episode and the suspects by name.
-
-    The counts are acting seeds with a measured contribution, and how many of them each suspicion holds for.
-    """
+    """Counts (3,) of acting seeds with a measured contribution and of those under each suspicion; and the suspects."""
     suspects = Suspects.over([detect(result.slots, result.gain, reward.limits) for result in results])
     contribution = torch.stack([result.slots.contribution.value for result in results])
     gain = torch.stack([result.gain for result in results])

@@ -12,14 +12,12 @@ from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOConfig
 from esper.simic.rewards import RewardConfig, check_gamma
 from esper.simic.telemetry import AlarmLimits
-from esper.tamiyo import NetworkConfig
 from esper.tolaria import Task, get_task
 
+# Initial bias of WAIT's logit. With 1, an untrained policy commits a seed in 32 % of its episodes; with 1.5 in 21 %,
+# with 2.5 in 1 % (72 episodes each). Without commits there is nothing to learn from.
 WAIT_BIAS = 1.0
-"""Initial bias of WAIT's logit. With 1, an untrained policy commits a seed in 32 % of its episodes; with 1.5 in 21 %,
-with 2.5 in 1 % (72 episodes each). Without commits there is nothing to learn from."""
-PATHS = ("data_dir", "start")
-"""Settings that are paths. JSON and TOML hold them as text."""
+PATHS = ("data_dir", "start")  # settings that JSON and TOML hold as text
 
 
 def growth_ppo() -> PPOConfig:
@@ -31,33 +29,21 @@ def growth_ppo() -> PPOConfig:
 class TrainConfig:
     """Settings of a run, in which a controller learns on fresh hosts, round after round."""
 
-    task: str = "digits_blind"
-    """Task of the hosts. Several tasks, separated by commas, share one policy."""
-    rounds: int = 20
-    """Rounds: an episode of all hosts each, then an update of the policy."""
-    hosts: int = 32
-    """Hosts per round, controls included, divided equally among the tasks."""
-    members: int = 3
-    """Hosts per group, without its control."""
-    seed: int = 0
-    """Random seed of the run."""
-    start: Path | None = None
-    """Run whose trained controller and observation statistics this run starts with."""
-    preset: str = "core"
-    """Heads and ops of the controller: core or full."""
-    sensing: bool = True
-    """Whether the controller sees the probes of empty slots."""
-    isolation: Isolation = "shadow"
-    """How seeds in TRAINING learn: in a shadow row, or straight_through the main row."""
+    task: str = "digits_blind"  # several tasks, separated by commas, share one policy
+    rounds: int = 20  # an episode of all hosts each, then an update of the policy
+    hosts: int = 32  # hosts per round, controls included, divided equally among the tasks
+    members: int = 3  # hosts per group, without its control
+    seed: int = 0  # random seed of the run
+    start: Path | None = None  # run whose trained controller and observation statistics this run starts with
+    preset: str = "core"  # heads and ops of the controller: core or full
+    sensing: bool = True  # whether the controller sees the probes of empty slots
+    isolation: Isolation = "shadow"  # how seeds in TRAINING learn: in a shadow row, or straight_through the main row
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
     alarms: AlarmLimits = field(default_factory=AlarmLimits)
-    device: str = "cpu"
-    """Device of hosts and policy."""
-    threads: int = 1
-    """Threads of torch on the CPU; small hosts gain nothing from more."""
-    data_dir: Path | None = None
-    """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
+    device: str = "cpu"  # device of hosts and policy
+    threads: int = 1  # threads of torch on the CPU; small hosts gain nothing from more
+    data_dir: Path | None = None  # folder of the data sets (default: $ESPER_DATA, else the user's cache)
 
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):
@@ -82,16 +68,11 @@ class TrainConfig:
     def agent_config(self, *tasks: Task) -> PPOConfig:
         """PPO's settings, completed with what follows from the tasks: WAIT bias, steps and the floor of advantages."""
         ops = len(head_preset(self.preset).heads[0].choices)
-        network: NetworkConfig = self.ppo.network
-        if not network.first_bias:
-            network = replace(network, first_bias=(WAIT_BIAS, *(0.0,) * (ops - 1)))
-        floor = max(self.ppo.advantage_floor, *(gain_error(task) for task in tasks))
+        network = replace(self.ppo.network, first_bias=self.ppo.network.first_bias or (WAIT_BIAS, *(0.0,) * (ops - 1)))
+        # The standard error of a gain in points, if the two hosts disagree on one image in ten.
+        errors = (100 * float((0.1 / task.validation_size) ** 0.5) for task in tasks)
+        floor = max(self.ppo.advantage_floor, *errors)
         return replace(self.ppo, network=network, steps=max(task.steps for task in tasks), advantage_floor=floor)
-
-
-def gain_error(task: Task) -> float:
-    """Standard error of a gain in points, if the two hosts disagree on one image in ten."""
-    return 100 * float((0.1 / task.validation_size) ** 0.5)
 
 
 def decode_config(values: Mapping[str, Json], where: str) -> TrainConfig:
@@ -112,7 +93,7 @@ def read_settings(path: Path) -> TrainConfig:
 
 
 def _changed(values: Json, changes: Json) -> Json:
-    """`values` with the changes, table by table. Unknown keys are left to the decoder, which refuses them."""
+    """Unknown keys are left to the decoder, which refuses them."""
     if isinstance(values, dict) and isinstance(changes, dict):
         return values | {name: _changed(values.get(name), change) for name, change in changes.items()}
     return None if changes == "none" else changes

@@ -116,12 +116,9 @@ class EpisodeRunner:
         self.layout = growth_layout(self.slots, sensing=sensing)
         self.observer = Observer(fleet, groups, gated="blend" in self.table.names)
         self.prober = Prober(fleet)
-        self.final = False
-        """Whether the end of an episode is scored on test images."""
-        self.committed: list[RowScore] = []
-        """Scores, image by image, of every env of the fleet as hardened at the end of the last episode."""
-        self.spans = Spans(enabled=False)
-        """Times the parts of a step; replace it to switch that on."""
+        self.final = False  # whether the end of an episode is scored on test images
+        self.committed: list[RowScore] = []  # of every env of the fleet, hardened at the end of the last episode
+        self.spans = Spans(enabled=False)  # times the parts of a step; replace it to switch that on
         self._envs = groups.envs
         self._rows = {env: row for row, env in enumerate(self._envs)}
 
@@ -139,8 +136,7 @@ class EpisodeRunner:
         self.sensing: Sensing = self.prober()
         self._last_op = torch.full((n,), int(LifecycleOp.WAIT), device=fleet.device)
         self._last_succeeded = torch.ones(n, dtype=torch.bool, device=fleet.device)
-        self.potential = torch.zeros(n, device=fleet.device)
-        """Φ of every env, as the reward last set it."""
+        self.potential = torch.zeros(n, device=fleet.device)  # Φ of every env, as the reward last set it
 
     def view(self) -> PolicyView:
         """What policies see now."""
@@ -183,18 +179,16 @@ class EpisodeRunner:
         return self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses)
 
     def _states(self) -> list[dict[str, SeedState]]:
-        """The slots of every grown env as they are now."""
         return [dict(self.fleet.states[env]) for env in self._envs]
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
         """Carry out the actions; returns the changes of stage. Host sync: one, for the actions."""
-        changes = []
+        changes, states = [], self._states()
         for row, (env, action) in enumerate(zip(self._envs, actions.tolist(), strict=True)):
-            before = dict(self.fleet.states[env])
             change = apply_action(self.fleet, env, action, self.table, self.slots)
             if change is not None and change.source is not change.target:
-                after = self.fleet.states[env][change.slot_id]
-                changes.append(SeedChange(row, change, after.blueprint or before[change.slot_id].blueprint))
+                after = self.fleet.states[env][change.slot_id].blueprint
+                changes.append(SeedChange(row, change, after or states[row][change.slot_id].blueprint))
         self._last_op = actions[:, 0].to(self.fleet.device)
         return changes
 
@@ -227,7 +221,7 @@ class EpisodeRunner:
             new.update({key: value for key, value in old.items() if key[0] == env})
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:
-        """Parameters of the seeds in these stages (n, slots)."""
+        """Of the seeds in these stages (n, slots)."""
         counts = [
             [
                 lifecycle.seed_parameters(self.fleet.slots[slot_id], state) if state.stage in stages else 0
@@ -238,15 +232,13 @@ class EpisodeRunner:
         return torch.tensor(counts, dtype=torch.float32, device=self.fleet.device)
 
 
-Act = Callable[[PolicyView], Tensor]
-"""From what policies see to actions (n, heads) of all grown envs."""
-OnStep = Callable[[int, PolicyView, Tensor, StepResult], None]
-"""Called after every step with its number, view, actions and result."""
+Act = Callable[[PolicyView], Tensor]  # from what policies see to actions (n, heads) of all grown envs
+OnStep = Callable[[int, PolicyView, Tensor, StepResult], None]  # gets the number, view, actions and result of a step
 
 
 def play_episode(runner: EpisodeRunner, act: Act, on_step: OnStep | None = None) -> StepResult:
     """Play the episode that `runner.begin` started, to its end; returns the result of the last step."""
-    step, result = 0, None
+    result = None
     while not runner.done:
         with runner.spans("observe"):
             view = runner.view()
@@ -255,8 +247,7 @@ def play_episode(runner: EpisodeRunner, act: Act, on_step: OnStep | None = None)
         with runner.spans("step"):
             result = runner.step(actions)
         if on_step is not None:
-            on_step(step, view, actions, result)
-        step += 1
+            on_step(view.step, view, actions, result)
     if result is None:
         raise BadValueError("the episode is over; call runner.begin(seeds) first")
     return result

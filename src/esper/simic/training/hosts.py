@@ -9,42 +9,27 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.slot import Isolation
-from esper.leyline import BadValueError, UnknownNameError, derive_seed
+from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import require_whole
 from esper.tolaria import HostFleet, Task
 from esper.tolaria.batches import Batches
 
 Purpose = Literal["training", "tuning", "evaluation", "final"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_RANGE = 2**60
-"""Number of host seeds per purpose; four ranges fit below 2**62."""
+_RANGE = 2**60  # number of host seeds per purpose; four ranges fit below 2**62
 
 
 def host_seed(purpose: Purpose, rng_seed: int, *position: int) -> int:
     """The seed of the host at a position (round, group …), from the range of its purpose."""
-    if purpose not in PURPOSES:
-        raise UnknownNameError("purpose", purpose, PURPOSES)
     return PURPOSES.index(purpose) * _RANGE + derive_seed(purpose, rng_seed, *position) % _RANGE
-
-
-def purpose_of(seed: int) -> Purpose:
-    """The purpose whose range contains a host seed."""
-    return PURPOSES[seed // _RANGE]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`count` groups of `members` envs that a policy controls, each with a control that never grows.
-
-    The envs of a group are adjacent in the fleet, the control last.
-    """
+    """`count` groups of adjacent envs: `members` that a policy controls, then a control that never grows."""
 
     count: int
     members: int
-
-    def __post_init__(self) -> None:
-        require_whole("groups", self.count, 1)
-        require_whole("members", self.members, 1)
 
     @classmethod
     def of(cls, hosts: int, members: int) -> "Groups":
@@ -95,12 +80,10 @@ def check_device(device: torch.device | str) -> None:
     available = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
         wanted = torch.device(device)
+        name = wanted.type if wanted.type == "cpu" else f"{wanted.type}:{wanted.index or 0}"
     except RuntimeError:
-        wanted = None
-    if (
-        wanted is None
-        or (wanted.type if wanted.type == "cpu" else f"{wanted.type}:{wanted.index or 0}") not in available
-    ):
+        name = ""
+    if name not in available:
         raise BadValueError(f"device {str(device)!r} is not here; this machine has {', '.join(available)}")
 
 

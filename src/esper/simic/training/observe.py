@@ -24,9 +24,8 @@ class Observer:
     def __init__(self, fleet: HostFleet, groups: Groups, *, gated: bool = False) -> None:
         """`gated`: seeds may have a gate, whose parameters then count towards the budget."""
         self.fleet, self.groups = fleet, groups
-        slots = list(fleet.slots.values())
+        slots, n, device = list(fleet.slots.values()), groups.grown, fleet.device
         self.names = fleet.task.slot_config.blueprint_names
-        n, device = groups.grown, fleet.device
         self._width = torch.tensor([float(slot.width) for slot in slots], device=device).expand(n, -1)
         self._depth = torch.tensor([slot.position for slot in slots], device=device).expand(n, -1)
         host, budget = fleet.task.host_parameters, fleet.budget
@@ -80,12 +79,12 @@ class Observer:
         slots = self.slots(comparison, sensing)
         free = (slots.stage == int(SeedStage.DORMANT)).unsqueeze(-1)
         affordable = self._parameters + self._gates <= (self._budget - grown)[:, None, None]
-        offered = self._parameters > 0
-        offers = OfferView(groups.grown_of(sensing.offers), free & affordable & offered, self._cost)
+        fits = free & affordable & (self._parameters > 0)
+        offers = OfferView(groups.grown_of(sensing.offers), fits, self._cost)
         return TrainingSignals(hosts, slots, offers, critic)
 
     def slots(self, found: FleetComparison, sensing: Sensing) -> SlotView:
-        """Current slots of all grown envs."""
+        """The slots of all grown envs as they are now."""
         grown_of = self.groups.grown_of
         measured = {
             "width": self._width,
@@ -107,7 +106,6 @@ class Observer:
     def _describe(
         self, state: SeedState, found: FleetComparison, env: int, slot_id: str, row: int, column: int
     ) -> dict[str, float]:
-        """One slot as numbers."""
         config, live = self.fleet.config, state.stage in LIVE_STAGES
         described: dict[str, float] = {
             **{column.name: attrgetter(column.seed)(state) for column in SLOT_COLUMNS if column.seed is not None},
@@ -152,5 +150,5 @@ def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
 
 
 def _cost(slot: SlotSpec, name: str) -> float:
-    """Parameters of a blueprint in a slot; 0 if it is not offered."""
+    # 0 if it is not offered
     return float(next((offer.parameters for offer in slot.blueprints if offer.name == name), 0))

@@ -11,23 +11,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
-from esper.leyline.progress import Advance, progress_bar
+from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
-from esper.nissa import (
-    AlarmRaised,
-    EpisodeEnded,
-    Event,
-    Panicked,
-    RoundExamined,
-    RoundMeasured,
-    RunBegun,
-    RunEnded,
-    RunResumed,
-    SeedSuspected,
-    SinkSettings,
-    StageChanged,
-    as_line,
-)
+from esper.nissa import SinkSettings, events
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, TamiyoRolloutBuffer
 from esper.simic.rewards import Suspicion
 from esper.simic.telemetry import (
@@ -61,19 +47,15 @@ class Recorder:
         self.hub = sinks.open(folder.path, encode(config), restored.rounds)
         self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
         self.detail = restored.telemetry.detail
-        self.alarms: tuple[AlarmRaised, ...] = ()
-        """Alarms of the last round"""
+        self.alarms: tuple[events.AlarmRaised, ...] = ()  # of the last round
         self._remarks, self._profile, self._console = restored.remarks, profile, sinks.console
         # The first round of a process is not typical; it is traced only if no other is left.
         self._traced = min(restored.rounds + 1, self.rounds - 1)
-        self._advance: Advance | None = None
+        self._advance: Advance = ignore
 
     @contextmanager
     def session(self, done: Callable[[], int], *, progress: bool = True) -> Iterator[None]:
-        """Open the files and sinks of the run, and note when work on it begins and ends.
-
-        `done` counts complete rounds. Ctrl-C and SIGTERM end the block after the last of them.
-        """
+        """Open the run's files and sinks, note begin and end. Signals end the block; `done` counts complete rounds."""
         path, left = self.folder.path, self.rounds - done()
         bar = progress_bar("rounds", left, shown=progress)
         with bar as self._advance, self.folder, self.hub, termination_interrupts():
@@ -94,20 +76,20 @@ class Recorder:
     def _noted(self, done: Callable[[], int]) -> Iterator[None]:
         """Write the begin and end of the block to `sessions.jsonl`, and send them to the sinks."""
         begin = (_now(), done(), self.rounds, encode(Machine.here()), git_hash())
-        self._note(RunBegun(*begin) if self._remarks is None else RunResumed(*begin, list(self._remarks)))
+        self._note(events.RunBegun(*begin) if self._remarks is None else events.RunResumed(*begin, list(self._remarks)))
         try:
             yield
         except BaseException as error:
             why = "stopped" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
             with suppress(OSError):  # a full disk is often the cause; this second error must not hide it
-                self._note(RunEnded(_now(), done(), why, self.hub.dropped))
+                self._note(events.RunEnded(_now(), done(), why, self.hub.dropped))
             raise
-        self._note(RunEnded(_now(), done(), "complete", self.hub.dropped))
+        self._note(events.RunEnded(_now(), done(), "complete", self.hub.dropped))
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: events.Event) -> None:
         path = self.folder.path / SESSIONS
         with JsonLines(path, end_of_lines(path)) as log:
-            log.write(**as_line(event))
+            log.write(**events.as_line(event))
         self.hub.publish(event)
 
     @contextmanager
@@ -126,53 +108,46 @@ class Recorder:
         return Examination(buffer, agent.layout) if self.detail.left else None
 
     def write_events(
-        self,
-        round_index: int,
-        records: Sequence[RoundRecord],
-        update: PPOUpdateMetrics,
-        examination: Examination | None,
+        self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, look: Examination | None
     ) -> None:
         """Log what happened to each host, the details of the update, and alarms that begin or end."""
         log, report = self.folder.events, None
         for record in records:
             write_record(log, round_index, record)
-        if examination is not None:
-            report = examination.report({record.task: record.lstm for record in records})
-            log.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
+        if look is not None:
+            report = look.report({record.task: record.lstm for record in records})
+            log.write(**events.as_line(events.RoundExamined(round_index, **_short(encode(report)))))
         self.alarms = self.detector.look(round_index, update, round_facts(records, report))
         self.detail = self.detail.after(self.alarms)
-        write_alarms(log, self.alarms)
+        for alarm in self.alarms:
+            log.write(**events.as_line(alarm))
 
     def write_metrics(
         self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
-    ) -> RoundMeasured:
+    ) -> events.RoundMeasured:
         """Log the line of a round. What depends on the clock or the machine is under `timing`."""
         seconds, lost = {name: round(total.wall_s, 6) for name, total in spans.items()}, self.hub.metrics()
         timing = {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
         values = round_values(records, update, timing | ({"hub": lost} if lost else {}))
         self.folder.metrics.write(round=round_index, **values)
-        return RoundMeasured(round_index, values)
+        return events.RoundMeasured(round_index, values)
 
     def save(self, agent: PPOAgent, rounds: int) -> None:
         """Write the checkpoint after `rounds` rounds."""
         self.folder.save(agent, rounds, TelemetryState(self.detector.state, self.detail))
 
-    def show(self, measured: RoundMeasured, records: Sequence[RoundRecord]) -> None:
+    def show(self, measured: events.RoundMeasured, records: Sequence[RoundRecord]) -> None:
         """Send a complete round to the sinks, and print its alarms unless the console sink does."""
         self.hub.publish(measured)
         for alarm in self.alarms:
             self.hub.publish(alarm)
             if alarm.severity != "info" and not self._console:
                 print(alarm, flush=True)
-        if self._advance is not None:
-            self._advance(1, "" if self._console else summary(records))
+        self._advance(1, "" if self._console else summary(records))
 
 
 def decided(actions: Sequence[Sequence[int]], heads: Sequence[str], slots: SlotConfig) -> dict[str, Column]:
-    """The decisions of one episode by column: `step` and every head, null where the head does not matter.
-
-    Steps that waited are omitted because most do: a day of a large run writes a hundred thousand of these.
-    """
+    """The decisions of one episode, without WAIT, by column: `step` and every head, null where it does not matter."""
     op = list(heads).index("op")
     acted = [(step, action) for step, action in enumerate(actions) if action[op] != LifecycleOp.WAIT]
     columns: dict[str, Column] = {"step": [step for step, _ in acted]}
@@ -191,27 +166,22 @@ def summary(records: Sequence[RoundRecord]) -> str:
     )
 
 
-def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> None:
+def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
     """Log what happened to each host of a task. Envs are numbered over all tasks."""
     first, task = record.first_env, record.task
     for step, (env, change, blueprint) in record.changes:
-        source, target = change.source.name, change.target.name
-        moved = StageChanged(
-            round_index, task, step, first + env, change.slot_id, blueprint, source, target, change.cause
-        )
-        events.write(**as_line(moved))
+        where = (round_index, task, step, first + env, change.slot_id, blueprint)
+        log.write(**events.as_line(events.StageChanged(*where, change.source.name, change.target.name, change.cause)))
     for step, env, symptoms in record.symptoms:
-        events.write(**as_line(Panicked(round_index, task, step, first + env, symptoms)))
+        log.write(**events.as_line(events.Panicked(round_index, task, step, first + env, symptoms)))
     for suspect in record.suspects:
-        suspected = SeedSuspected(
-            *(round_index, task, suspect.step, first + suspect.env, suspect.slot, suspect.suspicion, suspect.severity),
-            *(round(suspect.contribution, 4), round(suspect.gain, 4)),
-        )
-        events.write(**as_line(suspected))
+        seed = (round_index, task, suspect.step, first + suspect.env, suspect.slot)
+        figures = round(suspect.contribution, 4), round(suspect.gain, 4)
+        log.write(**events.as_line(events.SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
-        ended = EpisodeEnded(
+        ended = events.EpisodeEnded(
             round=round_index,
             task=task,
             env=first + env,
@@ -230,13 +200,7 @@ def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> No
             rewards=encode([round(reward, 3) for reward in rewards[env]]),
             reward_parts=encode({name: round(total[env], 4) for name, total in parts.items()}),
         )
-        events.write(**as_line(ended))
-
-
-def write_alarms(events: JsonLines, alarms: Sequence[AlarmRaised]) -> None:
-    """Log alarms that begin or end."""
-    for alarm in alarms:
-        events.write(**as_line(alarm))
+        log.write(**events.as_line(ended))
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
@@ -245,8 +209,8 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
     return RoundFacts(
         episodes=sum(len(record.objective) for record in records),
         committed=sum(int((record.added_parameters > 0).sum()) for record in records),
-        germinated=sum(_germinated(records).values()),
-        panics=sum(record.panics for record in records),
+        germinated=_germinated(records).total(),
+        panics=sum(len(record.symptoms) for record in records),
         acting=acting,
         hacking=hacking,
         ransomware=ransomware,
@@ -259,7 +223,6 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
 
 
 def _worst(records: Sequence[RoundRecord], suspicion: Suspicion) -> str:
-    """The suspect with the largest contribution, in words."""
     suspects = [(suspect, r.first_env) for r in records for suspect in r.suspects if suspect.suspicion == suspicion]
     if not suspects:
         return ""
@@ -298,7 +261,7 @@ def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
         "accuracy": statistics.fmean(accuracy),
         "added_parameters": statistics.fmean(added),
         "committed": statistics.fmean(float(count > 0) for count in added),
-        "panics": sum(record.panics for record in records),
+        "panics": sum(len(record.symptoms) for record in records),
         "reward": {
             name: float(torch.cat([record.parts[name].sum(0) for record in records]).mean())
             for name in records[0].parts
@@ -308,11 +271,8 @@ def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
 
 def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
     """Number of germinations by (slot, blueprint), both as indices."""
-    chosen: Counter[tuple[int, int]] = Counter()
-    for record in records:
-        germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
-        chosen.update((slot, blueprint) for _, slot, blueprint, *_ in germinated.tolist())
-    return chosen
+    actions = [action for record in records for action in record.actions.flatten(0, 1).tolist()]
+    return Counter((slot, blueprint) for op, slot, blueprint, *_ in actions if op == LifecycleOp.GERMINATE)
 
 
 def _short(value: Json) -> Json:

@@ -6,7 +6,7 @@ import subprocess
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -15,6 +15,7 @@ import torch
 from esper.leyline import BadValueError, CheckpointError, StorageError
 from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOAgent, load_agent, save_agent
+from esper.simic.agent.policy import check_compatible
 from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig, decode_config
 from esper.storage.files import folder_lock, is_leftover, remove_leftovers, replace_file, storage_errors
@@ -26,11 +27,7 @@ from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 
 CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
-SESSIONS = "sessions.jsonl"
-"""Append-only and never cut: how often a run was stopped is not part of what it computes."""
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
+SESSIONS = "sessions.jsonl"  # append-only and never cut: how often a run was stopped is not part of what it computes
 
 
 def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
@@ -60,7 +57,6 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _read_header(path: Path) -> tuple[TrainConfig, int]:
-    """The settings, and the number of checkpoints to keep."""
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config = decode_config(content["config"], "config")
@@ -80,13 +76,10 @@ def _read_header(path: Path) -> tuple[TrainConfig, int]:
 def check_settings(path: Path, config: TrainConfig) -> None:
     """Raise unless a run was begun with these settings; the data folder may differ."""
     given, own = (
-        replace(each, data_dir=None, start=each.start and each.start.resolve()) for each in (config, read_config(path))
+        vars(replace(each, data_dir=None, start=each.start and each.start.resolve()))
+        for each in (config, read_config(path))
     )
-    differences = [
-        f"{each.name} {getattr(given, each.name)!r}, begun with {getattr(own, each.name)!r}"
-        for each in fields(TrainConfig)
-        if getattr(given, each.name) != getattr(own, each.name)
-    ]
+    differences = [f"{name} {given[name]!r}, begun with {own[name]!r}" for name in own if given[name] != own[name]]
     if differences:
         raise BadValueError(
             f"{path} cannot continue with other settings ({'; '.join(differences)}); use its own, or another folder"
@@ -100,9 +93,6 @@ def git_hash() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,8 +122,7 @@ class TelemetryState:
     detail: Detail = field(default_factory=Detail)
 
 
-EXTRAS: dict[str, type] = {"progress": Progress, "watching": TelemetryState}
-"""What a run's checkpoint holds in addition to the agent."""
+EXTRAS: dict[str, type] = {"progress": Progress, "watching": TelemetryState}  # in a checkpoint, beside the agent
 
 
 class Restored(NamedTuple):
@@ -149,11 +138,10 @@ class RunFolder:
     """One run on disk, locked for this process. Leaving it as a context manager closes its files and the lock."""
 
     def __init__(
-        self, path: Path, config: TrainConfig, keep_checkpoints: int, lock: ExitStack, offsets: tuple[int, int] = (0, 0)
+        self, path: Path, config: TrainConfig, checkpoints: Series, lock: ExitStack, offsets: tuple[int, int] = (0, 0)
     ) -> None:
         """`lock` is the folder's; if this fails it stays with the caller. The logs are cut at the offsets."""
-        self.path, self.config = path, config
-        self.checkpoints = checkpoints_of(path, keep_checkpoints)
+        self.path, self.config, self.checkpoints = path, config, checkpoints
         self.events = lock.enter_context(JsonLines(path / EVENTS, offsets[0]))
         self.metrics = lock.enter_context(JsonLines(path / METRICS, offsets[1]))
         self._resources = lock.pop_all()
@@ -161,14 +149,14 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP) -> Self:
         """A new run. A folder that already contains one is refused."""
-        checkpoints_of(path, keep_checkpoints)  # refuses a bad number before anything is written
+        checkpoints = checkpoints_of(path, keep_checkpoints)  # refuses a bad number before anything is written
         with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
             lock.enter_context(folder_lock(path))
             cls.check_free(path)
             write_config(path, config, keep_checkpoints)
-            return cls(path, config, keep_checkpoints, lock)
+            return cls(path, config, checkpoints, lock)
 
     @staticmethod
     def check_free(path: Path) -> None:
@@ -179,12 +167,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:
-        """A run to continue after its last complete round whose checkpoint and logs are intact.
+        """A run to continue after its last complete round whose checkpoint and logs are intact, else with `agent`.
 
-        Before the first checkpoint it begins with the given agent; later agents must have the same heads and columns.
-        The logs are cut to that round and their tails moved aside. Differences are warned of.
-        """
-        keep_checkpoints = _read_header(path)[1]
+        The logs are cut to that round and their tails moved aside. Differences are warned of."""
+        checkpoints = checkpoints_of(path, _read_header(path)[1])
         remarks: list[str] = []
 
         def remark(text: str) -> None:
@@ -194,7 +180,7 @@ class RunFolder:
         with ExitStack() as lock:
             lock.enter_context(folder_lock(path))  # before cleaning up: another process may be at work
             remove_leftovers(path)
-            checkpoint = checkpoints_of(path, keep_checkpoints).read_newest(
+            checkpoint = checkpoints.read_newest(
                 lambda number, folder: _read_checkpoint(path, number, folder, agent), remark
             )
             if checkpoint is None:
@@ -207,7 +193,7 @@ class RunFolder:
                 offsets = (progress.events.size, progress.metrics.size)
                 if changed := progress.machine.differences():
                     remark(f"the run continues, but not bit for bit: {changed}")
-            run = cls(path, config, keep_checkpoints, lock, offsets)
+            run = cls(path, config, checkpoints, lock, offsets)
         return run, restored._replace(remarks=tuple(remarks))
 
     @staticmethod
@@ -247,8 +233,17 @@ def _read_checkpoint(path: Path, number: int, folder: Path, like: PPOAgent) -> t
         raise CheckpointError(f"{folder}: a policy with other heads or columns than this version of Esper builds")
     if progress.rounds != number:
         raise CheckpointError(f"{folder} holds the checkpoint of round {progress.rounds}: it was copied or renamed")
-    for name, state in ((EVENTS, progress.events), (METRICS, progress.metrics)):
-        _check_log(path / name, state, folder.name)
+    for log, state in ((path / EVENTS, progress.events), (path / METRICS, progress.metrics)):
+        size = log.stat().st_size if log.is_file() else 0
+        if size < state.size:
+            raise CheckpointError(
+                f"{log} has {size} bytes, {folder.name} was written after {state.size}: lines are lost"
+            )
+        if state.size and digest_of(log, state.size).hexdigest() != state.sha256:
+            raise CheckpointError(
+                f"{log} was changed: its first {state.size} bytes are not those from before {folder.name}; restore "
+                "them, or start another run with this one's controller (--start)"
+            )
     return Restored(agent, number, extras["watching"]), progress
 
 
@@ -258,25 +253,12 @@ def _data_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def _check_data(path: Path, config: TrainConfig, progress: Progress) -> None:
-    """Raise if the data differ from those that the run was trained on."""
     for task, then, now in zip(config.tasks, progress.data, _data_of(config), strict=True):
         if then != now:
             raise CheckpointError(
                 f"{path} was trained on other data: those of {task!r} now have digest {now}, it had {then}; "
                 "point --data-dir or ESPER_DATA to the original data"
             )
-
-
-def _check_log(log: Path, state: LogState, checkpoint: str) -> None:
-    """Raise unless a log begins with the lines that were written before a checkpoint."""
-    size = log.stat().st_size if log.is_file() else 0
-    if size < state.size:
-        raise CheckpointError(f"{log} has {size} bytes, {checkpoint} was written after {state.size}: lines are lost")
-    if state.size and digest_of(log, state.size).hexdigest() != state.sha256:
-        raise CheckpointError(
-            f"{log} was changed: its first {state.size} bytes are not those from before {checkpoint}; restore them, "
-            "or start another run with this one's controller (--start)"
-        )
 
 
 def _check_beginning(path: Path) -> None:
@@ -289,3 +271,22 @@ def _check_beginning(path: Path) -> None:
                 f"{path / name} tells of {last + (name != SESSIONS)} rounds, but {path / CHECKPOINTS} holds no "
                 "checkpoint; put a copy of one there, or start a new run in another folder"
             )
+
+
+def begin_with(agent: PPOAgent, run: Path) -> None:
+    """Give a new agent what the last checkpoint of a run has learnt: weights, and frozen observation statistics."""
+    folder = RunFolder.last_checkpoint(run)
+    if folder is None:
+        raise CheckpointError(f"{run} has no checkpoint to start from; name a run with at least one complete round")
+    learned, _ = load_agent(folder, device=str(agent.device))
+    check_compatible(learned, agent.table, agent.layout, folder)
+    ours, its = (asdict(one.config.network) for one in (agent, learned))
+    if differing := {name: (its[name], ours[name]) for name in ours if its[name] != ours[name]}:
+        raise CheckpointError(f"{folder}: a network of another make, (its, this run's): {differing}; make them alike")
+    agent.network.load_state_dict(learned.network.state_dict())
+    agent.observations.statistics.load_state_dict(learned.observations.statistics.state_dict())
+    agent.observations.frozen = True
+    if len(agent.returns.statistics.mean) == len(
+        learned.returns.statistics.mean
+    ):  # else the critic finds its scale anew
+        agent.returns.statistics.load_state_dict(learned.returns.statistics.state_dict())

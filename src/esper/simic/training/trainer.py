@@ -16,9 +16,8 @@ from esper.simic.training.collect import RoundCollector, RoundRecord, check_alik
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, check_device, growth_fleet
-from esper.simic.training.learned import begin_with
 from esper.simic.training.recorder import Recorder
-from esper.simic.training.run_folder import Restored, RunFolder, check_settings
+from esper.simic.training.run_folder import Restored, RunFolder, begin_with, check_settings
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
 from esper.tolaria import get_task
@@ -37,11 +36,8 @@ class Trainer:
         sinks: SinkSettings | None = None,
         profile: Path | None = None,
     ) -> None:
-        """A resumed run keeps its settings, and the number of checkpoints that it was begun with.
-
-        `sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round.
-        """
-        sinks = SinkSettings() if sinks is None else sinks
+        """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round."""
+        sinks = sinks or SinkSettings()
         sinks.check()
         torch.set_num_threads(config.threads)
         if resume:

@@ -1,1 +1,0 @@
-"""Searches schedules and thresholds with a stated number of episodes."""
