@@ -14,6 +14,7 @@ dropout masks are those of the main row, and so is the stream in front of the sl
 
 import difflib
 import itertools
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
@@ -106,11 +107,18 @@ def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
 # -- probe ------------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
 def probe(
     host: nn.Module, widths: Mapping[str, int], args: Sequence[object], kwargs: Mapping[str, Any]
 ) -> dict[str, Stream]:
     """Learn what each named submodule returns, from one forward pass that changes nothing in the host."""
+    # Never compiled. The decorator would do, but it imports the compiler, which takes longer than torch itself.
+    eager = torch.compiler.disable(_probe) if "torch._dynamo" in sys.modules else _probe
+    return eager(host, widths, args, kwargs)
+
+
+def _probe(
+    host: nn.Module, widths: Mapping[str, int], args: Sequence[object], kwargs: Mapping[str, Any]
+) -> dict[str, Stream]:
     targets = {host.get_submodule(name) for name in widths}
     calls: list[tuple[nn.Module, object]] = []  # in the order in which they end, with the outputs of targets
 
