@@ -1,14 +1,22 @@
-"""The results of growth as a page, from their JSON files: `python benchmarks/results_page.py > docs/results.md`."""
+"""The results of growth as a page, from their JSON files: `python benchmarks/results_page.py > docs/results.md`.
 
+`--refresh` first computes all differences in these files again, from the rows that they hold: for a change of the
+statistics, which needs no new evaluation.
+"""
+
+import argparse
 import json
 import statistics
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness import RESULTS
 
 from esper.simic.evaluation.policies import short_name
+from esper.simic.evaluation.statistics import compare, compare_rows
+from esper.storage.files import replace_file
 from esper.tolaria import get_task
 
 INTRODUCTION = """\
@@ -17,11 +25,13 @@ INTRODUCTION = """\
 *Made from `benchmarks/results` by `python benchmarks/results_page.py > docs/results.md`; measure again there.*
 
 Evaluations take hosts that no policy was trained or searched on. The *objective* is the gain in points of accuracy
-over a control that begins alike and never grows, minus the rent of the parameters kept. The unit is the training seed,
-where there is only one the host; intervals are 95 %. *Superior* is a Holm-adjusted p below 0.05, *not worse* a lower
-end above −1 point; with fewer than five training seeds neither word is used. In brackets stand the t-interval over
-training seeds, by which this is judged, and after *boot* that of a bootstrap over seeds and hosts. Learned policies
-sample their actions, as they were trained to; *greedy* is the objective with the likeliest ones.
+over a control that begins alike and never grows, minus the rent of the parameters kept. Training seeds and hosts are
+both samples, and all seeds of a policy meet the same hosts. So the 95 % interval in brackets comes from crossed random
+effects, seeds × hosts; with a single training seed it is over hosts alone. *Superior* is a Holm-adjusted p below 0.05,
+*not worse* a lower end above −1 point; with fewer than five training seeds neither word is used. After *boot* stands
+the interval of a bootstrap over seeds and hosts. Learned policies sample their actions, as they were trained to;
+*greedy* is the objective with the likeliest ones. How often such verdicts are wrong is simulated by
+`python benchmarks/crossed_statistics.py`.
 """
 
 NOTES = {
@@ -56,6 +66,41 @@ def page(folder: Path = RESULTS) -> str:
     files = [(render, path) for name, render in SECTIONS.items() for path in sorted(folder.glob(f"{name}_*.json"))]
     parts = [render(json.loads(path.read_text())) + NOTES.get(path.stem, "") for render, path in files]
     return "\n".join([INTRODUCTION, *parts])
+
+
+def refresh(folder: Path = RESULTS) -> list[Path]:
+    """Write all files anew whose differences are others by today's statistics; returns them."""
+    changed = []
+    for name, recompute in RECOMPUTED.items():
+        for path in sorted(folder.glob(f"{name}_*.json")):
+            found = json.loads(path.read_text())
+            now = recompute(found)
+            if now != found:
+                replace_file(path, json.dumps(now, indent=1, allow_nan=False) + "\n")
+                changed.append(path)
+    return changed
+
+
+def evaluation_anew(found: Content) -> Content:
+    """An evaluation with its differences from the objectives of its seeds and hosts."""
+    rows = {name: [seed["objective"] for seed in each["by_seed"]] for name, each in found["policies"].items()}
+    (margin,) = {one["margin"] for one in found["differences"]}
+    return {**found, "differences": [asdict(one) for one in compare_rows(rows, margin)]}
+
+
+def gain_lasts_anew(found: Content) -> Content:
+    """The same for what policies have over hosts of equal compute."""
+    policies = {}
+    for name, each in found["policies"].items():
+        columns = {key: [seed[key] for seed in each["by_seed"]] for key in each["by_seed"][0]}
+        now = compare(columns["grown"], columns["compute"], paired=True)
+        later = compare(columns["grown_later"], columns["compute_later"], paired=True)
+        figures = {**each["figures"], "over_compute": asdict(now), "over_compute_later": asdict(later)}
+        policies[name] = {**each, "figures": figures}
+    return {**found, "policies": policies}
+
+
+RECOMPUTED = {"evaluation": evaluation_anew, "gain_lasts": gain_lasts_anew}
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -233,5 +278,17 @@ SECTIONS = {
     "loop_throughput": loop_throughput,
 }
 
+
+def main() -> None:
+    """Print the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--refresh", action="store_true", help="compute the stored differences again first")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
+    arguments = parser.parse_args()
+    if arguments.refresh:
+        refresh(arguments.out)
+    print(page(arguments.out), end="")
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    main()

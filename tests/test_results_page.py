@@ -1,10 +1,14 @@
 """The page of results: it is what was measured, and says it in the words that the figures allow."""
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from esper.simic.evaluation import statistics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,6 +24,50 @@ def test_the_page_of_results_is_what_was_measured(results: ModuleType) -> None:
     """If not: `python benchmarks/results_page.py > docs/results.md`."""
     written = (ROOT / "docs" / "results.md").read_text()
     assert written == results.page()
+
+
+def test_stored_differences_are_those_of_the_stored_rows(results: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not: `python benchmarks/results_page.py --refresh > docs/results.md`. Bootstraps take long; they are as good
+    as the file says."""
+    monkeypatch.setattr(statistics, "BOOTSTRAPS", 2)
+    compared = 0
+    for path in sorted((ROOT / "benchmarks" / "results").glob("evaluation_*.json")):
+        found = json.loads(path.read_text())
+        for stored, now in zip(found["differences"], results.evaluation_anew(found)["differences"], strict=True):
+            compared += 1
+            assert _comparable(stored) == _comparable(now)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("gain_lasts_*.json")):
+        found = json.loads(path.read_text())
+        for name, now in results.gain_lasts_anew(found)["policies"].items():
+            for when in ("over_compute", "over_compute_later"):
+                compared += 1
+                stored = {"difference": found["policies"][name]["figures"][when]}
+                assert _comparable(stored) == _comparable({"difference": now["figures"][when]})
+    assert compared > 20
+
+
+def _comparable(one: dict[str, Any]) -> dict[str, Any]:
+    """Without the bootstrap; figures rounded, since processors add in different orders."""
+    figures = {name: float(f"{value:.6g}") for name, value in one["difference"].items() if "bootstrap" not in name}
+    p = {"adjusted_p": float(f"{one['adjusted_p']:.6g}")} if "adjusted_p" in one else {}
+    return one | p | {"difference": figures}
+
+
+def test_refresh_writes_what_changed_and_nothing_else(
+    results: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By hand: gaps 1 and 3 on two hosts, mean 2; policies, rows and all else stay."""
+    monkeypatch.setattr(statistics, "BOOTSTRAPS", 2)
+    rows = {"runs/a": [[2.0, 5.0]], "wait": [[1.0, 2.0]]}
+    policies = {name: {"by_seed": [{"objective": row} for row in each]} for name, each in rows.items()}
+    path = tmp_path / "evaluation_digits.json"
+    path.write_text(json.dumps({"task": "digits", "policies": policies, "differences": [{"margin": 2.5}]}))
+    assert results.refresh(tmp_path) == [path]
+    found = json.loads(path.read_text())
+    assert (found["task"], found["policies"]) == ("digits", policies)
+    (one,) = found["differences"]
+    assert (one["policy"], one["against"], one["margin"], one["difference"]["mean"]) == ("runs/a", "wait", 2.5, 2.0)
+    assert results.refresh(tmp_path) == []
 
 
 def test_a_row_of_the_page(results: ModuleType) -> None:

@@ -1,8 +1,9 @@
-"""Comparing policies on the same hosts: differences with their intervals, and what may be claimed."""
+"""Comparing policies on the same hosts: training seeds × hosts as crossed random effects, and what may be claimed."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from esper.simic.evaluation.results import Result
 
 Array = NDArray[np.float64]
 BOOTSTRAPS = 4000
+CAUTION = 3.0
+"""How much a sum of mean squares is distrusted; 0 gives Satterthwaite's degrees of freedom"""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Difference:
 
     mean: float
     low: float
-    """95 % interval over training seeds; over hosts where there is one seed, which is a report and no claim"""
+    """95 % interval for new training seeds and new hosts; for new hosts only where there is one seed, a report"""
     high: float
     bootstrap_low: float
     """95 % interval of the two-level bootstrap: seeds, then hosts"""
@@ -33,37 +36,94 @@ class Difference:
     """Training seeds of the policy that has more of them"""
 
 
+class Estimate(NamedTuple):
+    """A mean difference with its standard error and degrees of freedom, one of each per comparison (…)."""
+
+    mean: Array
+    error: Array
+    freedom: Array
+
+
+class _MeanSquares(NamedTuple):
+    """Of one policy, divided by its number of values, so that they are variances of its mean (…)."""
+
+    seed: Array
+    """Between seeds; contains the rest"""
+    rest: Array
+    seed_freedom: int
+    rest_freedom: int
+
+
 def compare(
     mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], rng_seed: int = 0, *, paired: bool = False
 ) -> Difference:
     """Differences over the same hosts; one row of values per training seed, one row in all for a rule.
 
-    The unit is the training seed: per seed the mean difference over hosts, then a t-interval over seeds. Two policies
-    with several seeds each are compared by Welch's interval, as their seeds have nothing to do with each other, unless
-    they are `paired`: row i of both comes from the same training. Where neither has several, the unit is the host.
+    The interval comes from `crossed`. Two policies with several seeds each have independent seeds, unless they are
+    `paired`: row i of both comes from the same training. A single host gives no interval.
     """
     left, right = np.asarray(mine, dtype=float), np.asarray(theirs, dtype=float)
     if left.shape[1] != right.shape[1]:
         raise BadValueError(f"policies on {left.shape[1]} and {right.shape[1]} hosts; they must be the same hosts")
     if paired and len(left) != len(right):
         raise BadValueError(f"{len(left)} and {len(right)} training seeds cannot be paired")
-    if len(left) > 1 and len(right) > 1 and not paired:
-        parts = [rows.mean(1) for rows in (left, right)]
-        shares = [float(part.var(ddof=1)) / len(part) for part in parts]
-        mean, error = float(parts[0].mean() - parts[1].mean()), math.sqrt(sum(shares))
-        spread = sum(share**2 / (len(part) - 1) for share, part in zip(shares, parts, strict=True))
-        freedom = sum(shares) ** 2 / spread if spread else float(len(left) + len(right) - 2)
-    else:
-        gaps = left - right
-        units = gaps.mean(1) if len(gaps) > 1 else gaps[0]
-        mean, freedom = float(units.mean()), float(len(units) - 1)
-        error = float(units.std(ddof=1)) / math.sqrt(len(units)) if len(units) > 1 else math.inf
-    half = t_quantile(freedom) * error if freedom > 0 else math.inf
-    low, high = (
-        _bootstrap(left - right, np.zeros_like(left[:1]), rng_seed) if paired else _bootstrap(left, right, rng_seed)
-    )
-    p = p_value(mean, error, freedom) if freedom > 0 else 1.0
-    return Difference(mean, mean - half, mean + half, low, high, p, max(len(left), len(right)))
+    seeds = max(len(left), len(right))
+    if paired:
+        left, right = left - right, np.zeros_like(left[:1])
+    low, high = _bootstrap(left, right, rng_seed)
+    if left.shape[1] == 1:
+        return Difference(float(left.mean() - right.mean()), -math.inf, math.inf, low, high, 1.0, seeds)
+    mean, error, freedom = (float(value) for value in crossed(left, right))
+    half = t_quantile(freedom) * error
+    return Difference(mean, mean - half, mean + half, low, high, p_value(mean, error, freedom), seeds)
+
+
+def crossed(left: Array, right: Array) -> Estimate:
+    """Mean of left − right (…, seeds, hosts) with seeds and hosts as crossed random effects; two hosts or more.
+
+    Variance of the mean = seed part / seeds + host part / hosts + rest / (seeds · hosts). The seed parts of both
+    policies add up; a policy with one row has none. The host part is that of the difference. They come from mean
+    squares M, as M_seed − M_rest and M_host − M_rest. A part below zero counts as zero, and its M is omitted.
+
+    Degrees of freedom are Satterthwaite's, variance² / Σ (c·M)² / f over the mean squares that remain, but seeds and
+    hosts count 1 + CAUTION · (1 − share) / f times, share being what their c·M make up of the variance. Without this,
+    a small M_seed, which has f = 4, makes the error small and the degrees of freedom many at once, and intervals cover
+    94.2 % where seeds and hosts weigh alike. There is at least one degree of freedom.
+    `benchmarks/crossed_statistics.py` measures how often the intervals and verdicts are wrong.
+    """
+    hosts = left.shape[-1]
+    gaps = left.mean(-2) - right.mean(-2)
+    host, nothing = gaps.var(-1, ddof=1) / hosts, np.zeros(gaps.shape[:-1])
+    policies = [_mean_squares(rows) for rows in (left, right) if rows.shape[-2] > 1]
+    seed, rest = sum((one.seed for one in policies), nothing), sum((one.rest for one in policies), nothing)
+
+    by_seed, by_host = seed > rest, host > rest
+    variance = np.where(by_host, host, rest) + np.where(by_seed, seed - rest, 0.0)
+    uncertainty = np.where(by_host, host**2 / (hosts - 1) * _caution(host, variance, hosts - 1), 0.0)
+    for one in policies:
+        of_seeds = one.seed**2 / one.seed_freedom * _caution(seed, variance, one.seed_freedom)
+        uncertainty += np.where(by_seed, of_seeds, 0.0)
+        # The seed part subtracts the rest and the host part contains it: it cancels where only one of them counts.
+        uncertainty += np.where(by_seed == by_host, one.rest**2 / one.rest_freedom, 0.0)
+    freedom = np.divide(variance**2, uncertainty, out=np.ones_like(variance), where=uncertainty > 0)
+    return Estimate(gaps.mean(-1), np.sqrt(variance), np.maximum(freedom, 1.0))
+
+
+def _mean_squares(rows: Array) -> _MeanSquares:
+    """Of one policy's values (…, seeds, hosts)."""
+    seeds, hosts = rows.shape[-2:]
+    by_seed = rows.mean(-1, keepdims=True)
+    residuals = rows - by_seed
+    residuals -= residuals.mean(-2, keepdims=True)
+    freedom = (seeds - 1) * (hosts - 1)
+    rest = np.einsum("...sh,...sh->...", residuals, residuals) / freedom / (seeds * hosts)
+    return _MeanSquares(by_seed[..., 0].var(-1, ddof=1) / seeds, rest, seeds - 1, freedom)
+
+
+def _caution(part: Array, variance: Array, freedom: int) -> Array:
+    """Factor of the uncertainty of mean squares that make up this part of the variance: see `crossed`."""
+    share = np.divide(part, variance, out=np.ones_like(variance), where=part < variance)
+    return 1 + CAUTION * (1 - share) / freedom
 
 
 def _bootstrap(left: Array, right: Array, rng_seed: int) -> tuple[float, float]:
