@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from esper.leyline import BadValueError
+from esper.leyline.records import refuse_constant
 
 Json = Any  # parsed JSON
 
@@ -90,8 +91,8 @@ def is_number(value: Json) -> TypeGuard[float]:
 def read_object(path: Path, what: str) -> Fields:
     """A file that holds one JSON object; `what` it should have been stands in the message."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
         raise BadValueError(f"{path} is no {what}: {error}") from error
     return Fields(content, str(path))
 

@@ -12,6 +12,11 @@ from esper.leyline.outcomes import Measurement
 Json = Any  # parsed JSON, or what will become JSON
 
 
+def refuse_constant(name: str) -> Json:
+    """Raise for NaN and the infinities, which Python's parser accepts and JSON does not have."""
+    raise ValueError(f"{name} is not a JSON value")
+
+
 def encode(value: Json) -> Json:
     """Convert to plain JSON. Floats that JSON lacks become the strings 'inf', '-inf' and 'nan'."""
     if is_dataclass(value) and not isinstance(value, type):
