@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO
 
@@ -97,6 +98,8 @@ NOT_FINITE = ("nan", "inf", "-inf")
 READING = ("SELECT", "EXPLAIN", "MULTI")
 """Kinds of statements that are run; MULTI is PIVOT."""
 CHUNK = 10_000
+TIMEOUT_S = 60.0
+"""Seconds that a statement may take."""
 
 
 class Column(NamedTuple):
@@ -107,8 +110,8 @@ class Column(NamedTuple):
     meaning: str
 
 
-def ask(path: Path, statement: str) -> Answer:
-    """Run one reading statement over the complete rounds of a run."""
+def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Answer:
+    """Run one reading statement over the complete rounds of a run. Raises after `timeout` seconds."""
     task = read_header(path).inside("config").text("task")
     connection = _connect()
     try:
@@ -117,7 +120,7 @@ def ask(path: Path, statement: str) -> Answer:
         for kind in _needed(statement):
             _load(connection, path / EVENTS, kind, LOGS[kind], task)
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
-        with _translated():
+        with _translated(), _time_limit(connection, timeout):
             connection.execute(statement)
         return Answer([entry[0] for entry in connection.description or []], _rows(connection), connection.close)
     except BaseException:
@@ -266,6 +269,22 @@ def _name_damage(path: Path, kind: str, log: Log, damaged: int) -> None:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+@contextmanager
+def _time_limit(connection: "duckdb.DuckDBPyConnection", seconds: float) -> Iterator[None]:
+    """Interrupt what the connection runs inside the block once the time is up."""
+    import duckdb
+
+    timer = Timer(seconds, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except duckdb.InterruptException:
+        raise BadValueError(f"the statement took longer than {seconds:g} s; ask for less, or raise --timeout") from None
+    finally:
+        timer.cancel()
 
 
 @contextmanager

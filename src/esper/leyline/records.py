@@ -17,6 +17,11 @@ def refuse_constant(name: str) -> Json:
     raise ValueError(f"{name} is not a JSON value")
 
 
+def printable(text: str) -> str:
+    """Text with control characters escaped, so that no log can send commands to a terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+
+
 def encode(value: Json) -> Json:
     """Convert to plain JSON. Floats that JSON lacks become the strings 'inf', '-inf' and 'nan'."""
     if is_dataclass(value) and not isinstance(value, type):
