@@ -22,7 +22,7 @@ test: venv
 
 test-all: venv
 	$(MAKE) test
-	$(BIN)/pytest -m 'slow or gpu'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'slow or gpu'
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 from harness import RESULTS, Json, print_table, spread, write_result
 
-from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline import BadValueError, UnknownNameError
 from esper.leyline.records import encode
-from esper.simic.evaluation.policies import make_policies
-from esper.simic.evaluation.unseen import EvaluationHosts
+from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
+from esper.simic.evaluation.workers import run_contenders
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
-from esper.tamiyo import growth_table
 from esper.tolaria import TaskRegistry, get_task
 
 DEFAULT = "default"
@@ -115,14 +114,12 @@ def _register(job: Job) -> None:
 
 
 def _evaluate(job: Job, run_folder: Path) -> Figures:
-    config, task = job.config, get_task(job.config.task)
-    preset = head_preset(config.preset)
-    (policy,) = make_policies(str(run_folder), task, growth_table(preset, task.slot_config), config.device)
-    unseen = EvaluationHosts(
-        task, job.hosts, EVALUATION_SEED, preset,
+    config = job.config
+    unseen = EvaluationConfig(
+        config.task, job.hosts, EVALUATION_SEED, config.preset,
         isolation=config.isolation, device=config.device, data_dir=config.data_dir,
     )  # fmt: skip
-    (found,) = unseen.grow([policy])
+    (found,) = run_contenders([Contender(unseen, PolicySpec.parse(str(run_folder)))])
     return {name: [float(value) for value in getattr(found, name)] for name in FIGURES}
 
 

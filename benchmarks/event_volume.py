@@ -24,12 +24,11 @@ from harness import RESULTS, Json, print_table, write_result
 from torch import Tensor
 
 from esper.karn.queries import ask
-from esper.leyline import SlotConfig
 from esper.simic.agent import PPOUpdateMetrics
 from esper.simic.telemetry import Alarm
 from esper.simic.training.collect import RoundRecord
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.recorder import write_alarms, write_events, write_metrics
+from esper.simic.training.recorder import round_values, write_alarms, write_record
 from esper.simic.training.run_folder import EVENTS, METRICS, RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import JsonLines
@@ -61,7 +60,6 @@ class Pool(NamedTuple):
     """Rounds that were really played."""
 
     records: list[RoundRecord]
-    slots: SlotConfig
     update: PPOUpdateMetrics
 
 
@@ -108,7 +106,7 @@ def play(hosts: int, rounds: int, seed: int, folder: Path, wait_bias: float | No
     with trainer.folder:
         records = [trainer.collector.collect(number)[0] for number in range(rounds)]
         update = trainer.agent.update(trainer.collector.buffer)
-    return Pool(records, trainer.runners[0].slots, update)
+    return Pool(records, update)
 
 
 def resample(pool: Pool, generator: torch.Generator) -> RoundRecord:
@@ -156,11 +154,11 @@ def resample(pool: Pool, generator: torch.Generator) -> RoundRecord:
 
 def write_round(events: JsonLines, metrics: JsonLines, number: int, record: RoundRecord, pool: Pool) -> None:
     """As a run does."""
-    write_events(events, number, record, pool.slots)
+    write_record(events, number, record)
     if number % ROUNDS_PER_ALARM == ROUNDS_PER_ALARM - 1:
         words = "the joint KL of a minibatch was 0.2, above 0.15", "one is noise; if it comes back lower the rate"
         write_alarms(events, [Alarm("kl_spike", "warning", number, "", False, 0.2, 0.15, *words)])
-    write_metrics(metrics, number, [record], pool.slots, pool.update, {"collect_s": 24.1273, "update_s": 0.8734})
+    metrics.write(round=number, **round_values([record], pool.update, {"collect_s": 24.1273, "update_s": 0.8734}))
 
 
 def simulate(pool: Pool, folder: Path, rounds: int, seed: int) -> dict[str, int]:

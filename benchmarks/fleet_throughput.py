@@ -155,7 +155,7 @@ def edit_times(fleet: HostFleet) -> list[float]:
         env = repeat % min(8, fleet.n * 3 // 4)
         start = time.perf_counter()
         fleet.set_alpha_target(env, slot_id, 0.5 + 0.01 * repeat, steps=0)
-        _ = fleet.plan
+        fleet.update_plan()
         _synchronize(fleet.device)
         times.append(1e3 * (time.perf_counter() - start))
         fleet.advance(env, slot_id)

@@ -25,12 +25,21 @@ from torch import Tensor
 
 from esper.kasmina import SeedState
 from esper.leyline import SeedStage, head_preset
-from esper.simic.evaluation.costs import CostMeter, Structure
+from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer, divide, fill, hardened
+from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.final_log import sign_policies
-from esper.simic.evaluation.policies import make_policies, unfinished
+from esper.simic.evaluation.policies import (
+    EvaluationConfig,
+    PolicySpec,
+    check_specs,
+    learned_runs,
+    make_policies,
+    unfinished,
+)
 from esper.simic.evaluation.statistics import Difference, compare
-from esper.simic.evaluation.unseen import EvaluationHosts, run_policy
-from esper.simic.evaluation.workers import EvaluationConfig, check_specs, learned_runs, worker_pool
+from esper.simic.evaluation.workers import host_draws, host_seeds, worker_pool
+from esper.simic.training.episode import play_episode
+from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import accuracy_of
 from esper.tamiyo import growth_table
 from esper.tolaria import HostFleet, Task, get_task
@@ -84,24 +93,26 @@ def run(job: Job) -> Lasting:
     torch.set_num_threads(1)
     task, preset = shortened(job.task, job.steps), head_preset("core")
     policy = make_policies(job.spec, task, growth_table(preset, task.slot_config), job.device)[job.index]
-    unseen = EvaluationHosts(
-        task, job.hosts, job.rng_seed, preset, final=job.final, device=job.device, data_dir=job.data_dir
-    )
-    runner, meter = unseen.open()
-    groups, parts = runner.groups, dict[str, list[float]]()
-    for places in unseen.parts(groups.count):
-        seeds = [unseen.seeds[place] for place in places]
-        ended = run_policy(runner, policy, seeds, unseen.draws(places, len(runner.table)), meter)
-        work = np.array(list(ended.work.values())).sum(0)
+    config = EvaluationConfig(job.task, job.hosts, job.rng_seed, final=job.final)
+    arena = Arena(task, preset, final=job.final, device=job.device, data_dir=job.data_dir)
+    blocks = divide(job.hosts, AT_ONCE // 2)
+    runner = arena.runner(groups := Groups(len(blocks[0]), 1))
+    meter, parts = CostMeter(runner.fleet, final=job.final), dict[str, list[float]]()
+    for block in blocks:
+        hosts = fill(block, groups.count)
+        seeds = [host_seeds(config)[host] for host in hosts]
+        player = PolicyPlayer(runner, policy, seeds, host_draws(config, hosts, task.steps, len(runner.table)), meter)
+        accuracy, control, _ = hardened(play_episode(runner, player.act, player.on_step))
+        work = np.array(list(meter.cost().values())).sum(0)
         later, work_later = train_on(runner.fleet, groups.envs, final=job.final)
-        same_compute = wait_for(unseen, seeds, work, work_later)
+        same_compute = wait_for(arena, seeds, work, work_later)
         found = (
-            *(ended.accuracy, ended.control, groups.grown_of(later), groups.control_of(later)),
+            *(accuracy, control, groups.grown_of(later), groups.control_of(later)),
             *(*same_compute, torch.from_numpy(work), torch.from_numpy(work_later)),
         )
         for name, values in zip(Lasting.__dataclass_fields__, found, strict=True):
-            parts.setdefault(name, []).extend(values.tolist())
-    return Lasting(**{name: values[: job.hosts] for name, values in parts.items()})
+            parts.setdefault(name, []).extend(values[: len(block)].tolist())
+    return Lasting(**parts)
 
 
 def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Tensor, Array]:
@@ -113,8 +124,8 @@ def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Ten
         fossils = {s: state for s, state in states.items() if state.stage is SeedStage.FOSSILIZED}
         fleet.adopt(env, {slot_id: fossils.get(slot_id, SeedState(slot_id)) for slot_id in states})
     meter = CostMeter(fleet)
-    meter.begin(len(envs))
-    structure = Structure.of_states([fleet.states[env] for env in envs], fleet.task.slot_config.blueprint_names)
+    meter.begin(envs)
+    structure = meter.structure()
     for _ in range(fleet.task.steps):  # behind T the rate stays what it was there
         fleet.train_step()
         meter.train(structure)
@@ -123,10 +134,10 @@ def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Ten
     return accuracy_of(fleet.validate_committed(final=final)), work
 
 
-def wait_for(unseen: EvaluationHosts, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
+def wait_for(arena: Arena, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
     """Accuracies of hosts that never grow, after so much work each: an episode of that length, then its final rate."""
-    task = unseen.task
-    fleet = HostFleet(task, len(seeds), unseen.device, seeds, batches=unseen.data)
+    task = arena.task
+    fleet = HostFleet(task, len(seeds), arena.device, seeds, batches=arena.batches)
     minibatches = task.steps * task.batches_per_step
     episode = np.rint(work * minibatches)
     ends = np.stack([episode, episode + np.rint(work_later * minibatches)])
@@ -137,7 +148,7 @@ def wait_for(unseen: EvaluationHosts, seeds: list[int], work: Array, work_later:
         fleet.train_minibatch(fleet.draw(done), task.optimiser.rate)
         if (now := torch.from_numpy(ends == done + 1)).any():
             # Each host at its own ends; what it does afterwards, while others train, is not looked at.
-            found = torch.where(now, accuracy_of(fleet.validate_committed(final=unseen.final)).cpu(), found)
+            found = torch.where(now, accuracy_of(fleet.validate_committed(final=arena.final)).cpu(), found)
     return found[0], found[1]
 
 
@@ -213,7 +224,8 @@ def main() -> None:
     task = shortened(arguments.task, arguments.steps)
     table = growth_table(head_preset("core"), task.slot_config)
     hosts = EvaluationConfig(arguments.task, arguments.hosts, arguments.seed, device=arguments.device)
-    check_specs(arguments.policies, hosts)
+    specs = [PolicySpec.parse(policy) for policy in arguments.policies]
+    check_specs(specs, hosts)
     jobs = [
         Job(
             *(spec, index, arguments.task, arguments.steps, arguments.hosts, arguments.seed),
@@ -223,9 +235,9 @@ def main() -> None:
         for index in range(len(make_policies(spec, task, table)))
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)  # where nothing can be written, no look is wasted
-    warnings = unfinished(learned_runs(arguments.policies))
+    warnings = unfinished(learned_runs(specs))
     if arguments.final:
-        warnings += sign_policies(arguments.policies, [arguments.task], arguments.hosts, arguments.seed)
+        warnings += sign_policies(specs, [arguments.task], arguments.hosts, arguments.seed)
     print(*(f"warning: {warning}\n" for warning in warnings), sep="", end="")
     if arguments.workers > 1:
         with worker_pool(arguments.workers) as pool:

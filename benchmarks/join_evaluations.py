@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from esper.leyline import BadValueError
+from esper.simic.evaluation.policies import ORACLE
 from esper.simic.evaluation.statistics import MARGIN, compare_rows
-from esper.simic.evaluation.workers import ORACLE
 from esper.storage.files import replace_file
 
 Content = dict[str, Any]  # Any: what JSON holds

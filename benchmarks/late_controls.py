@@ -16,12 +16,11 @@ from join_evaluations import join
 from esper.cli.evaluate import made_with
 from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
-from esper.simic.evaluation.comparison import TaskComparison, by_kind
+from esper.simic.evaluation.comparison import TaskComparison, kinds_of_hosts
+from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec, is_learned
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.unseen import host_seeds
-from esper.simic.evaluation.workers import CONTROLS, ORACLE, Contender, EvaluationConfig, is_learned, job_runner
+from esper.simic.evaluation.workers import run_contenders, run_with
 from esper.storage.files import replace_file
-from esper.tolaria import get_task
 
 Content = dict[str, Any]  # Any: what JSON holds
 SHARED = "wait"
@@ -49,13 +48,13 @@ def contenders_of(found: Content, controls: list[str], config: EvaluationConfig)
     for flag in ("--preset", "--isolation"):
         if flag in found["provenance"]["command"]:
             raise BadValueError(f"an evaluation with {flag} has seeds of other kinds, which its file does not tell of")
-    wanted = {SHARED: [Contender(config, SHARED)]}
+    wanted = {SHARED: [Contender(config, PolicySpec.parse(SHARED))]}
     for kind in controls:
         if kind == ORACLE:
-            wanted[ORACLE] = [Contender(config, ORACLE)]
+            wanted[ORACLE] = [Contender(config, PolicySpec.parse(ORACLE))]
         else:
-            name = f"{kind}:{learned}"
-            wanted[name] = [Contender(config, name, base=base) for base in results_of(found["policies"][learned])]
+            spec = PolicySpec.parse(f"{kind}:{learned}")
+            wanted[spec.text] = [Contender(config, spec, base=base) for base in results_of(found["policies"][learned])]
     return wanted
 
 
@@ -65,13 +64,12 @@ def run_controls(found: Content, controls: list[str], config: EvaluationConfig, 
     everyone = [one for group in wanted.values() for one in group]
     with (
         progress_bar("evaluating", len(everyone) * config.hosts) as advance,
-        job_runner(workers, advance) as run,
+        run_with(workers) as run_all,
     ):
-        done = iter(run(everyone))
+        done = iter(run_contenders(everyone, run_all, advance))
     results = {name: [next(done) for _ in group] for name, group in wanted.items()}
-    task, seeds = get_task(config.task), host_seeds(config.hosts, config.seed, final=config.final)
-    kinds = {name: by_kind(task, seeds, rows) for name, rows in results.items()} if len(task.defects) > 1 else {}
-    compared = TaskComparison(config.task, config.hosts, config.seed, config.final, results, [], {}, kinds)
+    kinds = kinds_of_hosts(config, results)
+    compared = TaskComparison(config, results, [], {}, kinds)
     command = f"python benchmarks/late_controls.py EVALUATION.json --controls {' '.join(controls)}"
     return {**compared.to_json(), "provenance": made_with(command)}
 

@@ -63,7 +63,7 @@ def time_phases(trainer: Trainer, clock: Clock) -> None:
     clock.wrap(trainer.agent, "act", "act")
     clock.wrap(trainer.agent, "update", "update")
     clock.wrap(collect, "reward_step", "reward")
-    clock.wrap(trainer.folder, "keep", "checkpoint")
+    clock.wrap(trainer.folder, "save", "checkpoint")
 
 
 def main() -> None:

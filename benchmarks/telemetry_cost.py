@@ -25,12 +25,10 @@ import torch
 from harness import RESULTS, Json, print_table, write_result
 
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, ppo
-from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent.metrics import MinibatchRecord
 from esper.simic.agent.minibatch import PreparedRound
 from esper.simic.telemetry import Spans
 from esper.simic.training import collect
-from esper.simic.training import recorder as journal
-from esper.simic.training import trainer as loop
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import TaskRegistry, get_task
@@ -41,10 +39,10 @@ TAIL = 0.025
 """Of the distribution, beyond each end of an interval."""
 
 
-def needed(lesson: PreparedRound, record: UpdateRecord, agent: PPOAgent) -> PPOUpdateMetrics:
+def needed(prepared: PreparedRound, records: list[MinibatchRecord], epochs: int, agent: PPOAgent) -> PPOUpdateMetrics:
     """What an agent has to know of its own update, and nothing for people."""
-    rows = [torch.stack([row["norm"], row["halted"].to(row["norm"])]) for row in record.minibatches]
-    gap, *numbers = torch.cat([lesson.reference.gap.view(1), *rows]).tolist()
+    rows = [torch.stack([row.figures["norm"], row.figures["halted"].to(row.figures["norm"])]) for row in records]
+    gap, *numbers = torch.cat([prepared.reference.gap.view(1), *rows]).tolist()
     norms, halted = numbers[::2], numbers[1::2]
     figures: dict[str, Any] = {each.name: 0 for each in fields(PPOUpdateMetrics)}  # Any: of the field's type
     figures |= {"heads": {}, "behaviour_gap": gap}
@@ -62,12 +60,11 @@ def unwatched(trainer: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, instead in (
             (trainer.spans, "enabled", False),
-            (collect, "watch", lambda *_: (nothing, ())),
+            (collect, "find_suspects", lambda *_: (nothing, ())),
             (collect, "compute_lstm_health", lambda _: None),
             (ppo, "summarise", needed),
-            (trainer, "_watch", lambda *_: ((), [])),
-            (loop, "timing_of", lambda *_: {}),
-            (loop, "write_metrics", lambda *_: None),
+            (trainer.recorder, "write_events", lambda *_: None),
+            (trainer.recorder, "write_metrics", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, instead))
         yield
@@ -100,24 +97,23 @@ class Stopwatch:
     @contextmanager
     def timing(self, trainer: Trainer) -> Iterator[None]:
         """Inside, everything that `unwatched` leaves away is timed."""
-        honest = journal.timing_of
+        honest = self.around(trainer.recorder.write_metrics)
 
-        def with_spans(totals: dict[str, Any], lost: dict[str, int]) -> dict[str, Json]:
-            self.seconds += self.per_span * sum(total.visits for total in totals.values())
-            return honest(totals, lost)
+        def with_spans(*arguments: Any) -> Any:
+            self.seconds += self.per_span * sum(total.visits for total in arguments[-1].values())
+            return honest(*arguments)
 
         with ExitStack() as stack:
             for owner, name in (
-                (collect, "watch"),
+                (collect, "find_suspects"),
                 (collect, "compute_lstm_health"),
                 (ppo, "summarise"),
-                (trainer, "_watch"),
-                (loop, "write_metrics"),
+                (trainer.recorder, "write_events"),
                 (trainer.folder.events, "flush"),
                 (trainer.folder.metrics, "flush"),
             ):
                 stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
-            stack.enter_context(patch.object(loop, "timing_of", with_spans))
+            stack.enter_context(patch.object(trainer.recorder, "write_metrics", with_spans))
             yield
 
 

@@ -19,25 +19,25 @@ from bench import BENCHMARKS, run_script
 from esper.leyline import BadValueError
 from esper.tolaria import HostFleet, get_task
 
-LIBRARIES = {"harness.py", "kills.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
-RUN_BY_TESTS = {
-    *("audition.py", "fleet_throughput.py", "fleet_vs_loop.py", "gain_noise.py", "governor_alarms.py"),
-    *("ppo_learning.py", "ppo_update.py", "ablations.py", "audited_credit.py", "gain_lasts.py", "loop_throughput.py"),
-    "event_volume.py",
-    *("healthy_rounds.py", "telemetry_cost.py", "credit_noise.py"),
-    *("kill_resume.py", "results_page.py"),
-}
-OTHERS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES | RUN_BY_TESTS)
+LIBRARIES = {"harness.py", "results_page.py", "kills.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_help(name: str, tmp_path: Path) -> None:
-    """Each script that is too slow to run here says what it measures, and how to make it write elsewhere."""
-    printed = run_script(name, tmp_path, "--help")
-    assert "--out" in printed
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(
+    name: str,
+    benchmark: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each script can be imported, says what it measures, and how to make it write elsewhere."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        benchmark(name).main()
+    assert "--out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -60,6 +60,7 @@ def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
     assert "----" in printed
 
 
+@pytest.mark.slow
 def test_audition(tmp_path: Path) -> None:
     """Two cells on one seed: a row each, the rank correlations, and all trials in the JSON with their machine."""
     printed = run_script(
@@ -79,6 +80,7 @@ def test_audition(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_kill_resume(tmp_path: Path, run_here: Callable[..., str], benchmark: Callable[[str], ModuleType]) -> None:
     """Three runs, each killed at least once, end bit for bit as the one that was not; a difference would be seen."""
     printed = run_here("kill_resume", "--runs", "3", "--rounds", "2", "--out", str(tmp_path / "out"))
@@ -94,6 +96,7 @@ def test_kill_resume(tmp_path: Path, run_here: Callable[..., str], benchmark: Ca
     assert {"metrics.jsonl", "events.jsonl", "generator"} <= set(found)
 
 
+@pytest.mark.slow
 def test_ablations(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """Two variants, one seed: a row each; what is done is not done again, and other settings are refused."""
     arguments = ["--rounds", "1", "--hosts", "4", "--unseen", "2", "--seeds", "1", "--steps", "2"]
@@ -124,6 +127,7 @@ def test_ablations_change_one_thing_each(benchmark: Callable[[str], ModuleType])
     assert variants["default"] == script.TrainConfig()
 
 
+@pytest.mark.slow
 def test_measuring_needs_no_screen() -> None:
     """A machine without the packages of the command line can import what runs for long."""
     paths = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent / "src")])
@@ -131,6 +135,7 @@ def test_measuring_needs_no_screen() -> None:
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_audited_credit(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """A handful of seeds from one fleet: correlations with their intervals, and every audit in the JSON."""
     printed = run_here(

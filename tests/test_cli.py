@@ -152,8 +152,7 @@ def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     for more in (["--rounds", "40"], ["--seed", "9"], ["--ppo.rate", "0.1"], ["--out", str(tmp_path / "x")]):
         with pytest.raises(SystemExit, match="2"):
             main(["train", "--resume", str(out), *more])
-        flag = more[0].partition(".")[0]
-        assert f"goes on with {out} as it was configured; leave {flag} away" in capsys.readouterr().err
+        assert f"--resume continues {out} with its own settings; omit {more[0]}\n" in capsys.readouterr().err
     assert "2 of 2 rounds" in lines_of(capsys, "train", "--resume", str(out), "--data-dir", str(tmp_path))[-1]
     policies = f"{out},random,random-commit,heuristic,wait"
     printed = lines_of(
@@ -186,7 +185,7 @@ def test_ctrl_c_ends_without_a_traceback(capsys: pytest.CaptureFixture[str], mon
     [
         (["train", "--keep-checkpoints", "0"], "keep 0 is not an integer of 1 or more"),
         (["train", "--task", "nonsense"], "unknown task 'nonsense'"),
-        (["train", "--hosts", "7"], "7 hosts are no whole number of groups"),
+        (["train", "--hosts", "7"], "7 hosts cannot be divided into groups of 3 plus a control; use a multiple of 4"),
         (["train", "--resume", "nowhere"], "no run folder"),
         (["evaluate", "--policies", "nonsense"], "unknown policy 'nonsense'"),
         (["evaluate", "--task", "cifar_impaired", "--policies", "schedule"], "for task 'cifar_impaired' is shipped"),

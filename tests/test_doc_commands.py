@@ -67,7 +67,13 @@ def provide(words: list[str]) -> None:
 
 @pytest.mark.usefixtures("short_episodes")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(words[0] == "esper" for words in commands_of(page))], ids=name_of
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.slow)
+        for page in PAGES
+        if any(words[0] == "esper" for words in commands_of(page))
+    ],
+    ids=name_of,
 )
 def test_commands_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,9 +11,9 @@ from rich.table import Table
 from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import evaluate, main
-from esper.cli.evaluate import kind_table, policy_table, tell_difference
+from esper.cli.evaluate import claim_line, kind_table, policy_table
 from esper.simic.evaluation.comparison import KindSummary, TaskComparison
-from esper.simic.evaluation.policies import short_name, short_names
+from esper.simic.evaluation.policies import EvaluationConfig, short_name, short_names
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import compare_all
 from esper.simic.training.trainer import Trainer
@@ -130,7 +130,9 @@ def found() -> TaskComparison:
     }
     kind = KindSummary(64, 32.0, 34.25, 0.12, 1.5, {"r1c0": 0.75, "r1c1": 0.25}, "r1c0", 0.75)
     kinds = {name: {"blind_first_slot_cut": kind, "none": kind} for name in policies}
-    return TaskComparison("digits_varied", 2, 7, False, policies, compare_all(policies), {SEEDS: [one]}, kinds)
+    return TaskComparison(
+        EvaluationConfig("digits_varied", 2, 7), policies, compare_all(policies), {SEEDS: [one]}, kinds
+    )
 
 
 def shown(table: Table, capsys: pytest.CaptureFixture[str]) -> str:
@@ -164,7 +166,7 @@ def test_no_name_is_cut_at_80_columns(capsys: pytest.CaptureFixture[str]) -> Non
 def test_differences_have_short_names() -> None:
     comparison = found()
     names = short_names(comparison.policies)
-    told = [tell_difference(one, names) for one in comparison.compared]
+    told = [claim_line(one, names) for one in comparison.claims]
     assert any(line.startswith("blind (5 seeds) − random-commit: ") for line in told)
     assert any(line.startswith("blind (5 seeds) − runs/somewhere/first: ") for line in told)
     assert not any("blind0" in line for line in told)

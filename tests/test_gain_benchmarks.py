@@ -16,7 +16,8 @@ from simic.training.tiny import QUICK, quick_config
 from torch import Tensor
 
 from esper.leyline import BadValueError, SeedStage, head_preset
-from esper.simic.evaluation.unseen import EvaluationHosts
+from esper.simic.evaluation.arena import Arena
+from esper.simic.training.hosts import host_seed
 from esper.simic.training.observe import accuracy_of
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, get_task
@@ -50,7 +51,7 @@ def test_gain_lasts_on_test_images_is_signed(
     monkeypatch.chdir(tmp_path)
     Trainer(quick_config(1), Path("a")).run(progress=False)
     unfinished = Trainer(quick_config(2, seed=1, start=Path("a")), Path("b"))
-    with unfinished.folder, unfinished.hub:
+    with unfinished.folder, unfinished.recorder.hub:
         unfinished.run_round()
     arguments = ["--task", QUICK, "--hosts", "2", "--steps", "2", "--out", "out"]
     run_here("gain_lasts", "--policies", "a", *arguments)
@@ -61,8 +62,8 @@ def test_gain_lasts_on_test_images_is_signed(
     assert json.loads(Path(f"out/gain_lasts_{QUICK}.json").read_text())["warnings"] == []
     printed = run_here("gain_lasts", "--policies", "b", "--final", *arguments)
     warned = json.loads(Path(f"out/gain_lasts_{QUICK}.json").read_text())["warnings"]
-    assert warned[0].startswith("b has 1 of its 2 rounds behind it")
-    assert warned[1].startswith("b began with the controller of a, which has been in a final evaluation once")
+    assert warned[0].startswith("b has completed 1 of its 2 rounds")
+    assert warned[1].startswith("b started from the controller of a, which has been in a final evaluation once")
     assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [f"warning: {w}" for w in warned]
     with pytest.raises(BadValueError, match="one folder"):
         run_here("gain_lasts", "--policies", "a+a", "--final", *arguments)
@@ -74,16 +75,16 @@ def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[
     host is given; given twice the work it ends where an episode of twice the length does."""
     script = benchmark("gain_lasts")
     task = replace(get_task("digits_blind"), steps=3, batches_per_step=4)
-    unseen = EvaluationHosts(task, 2, 7, head_preset("core"))
+    arena, seeds = Arena(task, head_preset("core")), [host_seed("evaluation", 7, number) for number in range(2)]
 
     def trained(episode: Task, steps: int, env: int) -> Tensor:
-        alone = HostFleet(episode, 2, seeds=unseen.seeds, batches=unseen.data)
+        alone = HostFleet(episode, 2, seeds=seeds, batches=arena.batches)
         for _ in range(steps):
             alone.train_step()
             alone.tick()
         return accuracy_of(alone.validate_committed())[env]
 
-    at_end, later = script.wait_for(unseen, unseen.seeds, np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    at_end, later = script.wait_for(arena, seeds, np.array([1.0, 2.0]), np.array([1.0, 2.0]))
     double = replace(task, steps=6)
     assert at_end.tolist() == [trained(task, 3, 0), trained(double, 6, 1)]
     assert later.tolist() == [trained(task, 6, 0), trained(double, 12, 1)]

@@ -8,8 +8,8 @@ import pytest
 from simic.training.tiny import tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.evaluation.comparison import run_comparison
-from esper.simic.evaluation.workers import Contender, EvaluationConfig
+from esper.simic.evaluation.comparison import run_comparisons
+from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
 
 GROWS, RUN = "random-commit", "runs/a0"
 
@@ -24,9 +24,9 @@ def test_controls_from_a_file(script: ModuleType) -> None:
     """To the last digit, with their costs; a policy that commits stands in for a learned one."""
     task = tiny_task()
     names = [GROWS, "wait", f"retrained:{GROWS}", f"static:{GROWS}"]
-    whole = run_comparison(task.name, names, 3, 5, progress=False).to_json()["policies"]
-    assert isinstance(whole, dict)
     config = EvaluationConfig(task.name, 3, 5)
+    whole = run_comparisons([task.name], names, config, progress=False).to_json()["policies"]
+    assert isinstance(whole, dict)
     found = {"policies": {RUN: whole[GROWS], "wait": whole["wait"]}, "provenance": {"command": "esper evaluate"}}
     found = json.loads(json.dumps(found))  # as a file has it
     later = script.run_controls(found, ["retrained", "static"], config, workers=1)["policies"]
@@ -36,7 +36,7 @@ def test_controls_from_a_file(script: ModuleType) -> None:
         before = whole[name.replace(RUN, GROWS)]
         assert each == before, name
     (oracle,) = script.contenders_of(found, ["oracle"], config)["oracle"]  # the same as at once: it has no base
-    assert oracle == Contender(config, "oracle")
+    assert oracle == Contender(config, PolicySpec.parse("oracle"))
 
 
 def test_a_learned_policy_has_to_be_there(script: ModuleType) -> None:

@@ -114,7 +114,7 @@ def shake(module: nn.Module, rng_seed: int, size: float = 0.3) -> None:
 
 def bring_to(
     model: MorphogeneticModel,
-    place: str,
+    slot_id: str,
     stage: SeedStage,
     batch: tuple[Tensor, Tensor],
     blueprint: str = "norm",
@@ -122,13 +122,13 @@ def bring_to(
     style: str = "add",
     alpha: float = 1.0,
 ) -> None:
-    """Germinate in slot `place` and walk on to a live stage; `alpha` is where the seed acts from BLENDING on.
+    """Germinate in slot `slot_id` and walk on to a live stage; `alpha` is where the seed acts from BLENDING on.
 
     Needs a lifecycle without waiting times (`AT_ONCE`). The seed's weights remain those of its birth.
     """
-    model.germinate_seed(place, blueprint, style=style, tempo=0, alpha_target=alpha)
-    while model.seed_slots[place].state.stage is not stage:
-        model.observe_gradients({place: 1.0})
-        if model.seed_slots[place].state.stage is SeedStage.HOLDING:
+    model.germinate_seed(slot_id, blueprint, style=style, tempo=0, alpha_target=alpha)
+    while model.seed_slots[slot_id].state.stage is not stage:
+        model.observe_gradients({slot_id: 1.0})
+        if model.seed_slots[slot_id].state.stage is SeedStage.HOLDING:
             model.measure(*batch, calibration=batch[0])
-        model.advance(place)
+        model.advance(slot_id)

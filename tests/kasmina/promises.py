@@ -29,9 +29,9 @@ def gradients_of(model: MorphogeneticModel, loss: Tensor) -> dict[str, Tensor | 
     """By the names of parameters; the model has none afterwards."""
     model.zero_grad()
     loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    result = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    return found
+    return result
 
 
 def assert_optimiser_follows(model: MorphogeneticModel, optimiser: GrowingOptimizer) -> None:

@@ -125,16 +125,16 @@ def build(kind: str, stages: dict[str, SeedStage], style: str = "add", isolation
 def rest_of_training(model: MorphogeneticModel, kind: str) -> list[float]:
     """All losses of two more steps of training."""
     optimiser = GrowingOptimizer(model.train(), lambda p: torch.optim.Adam(p, lr=0.01), clip_norm=1.0)
-    found: list[float] = []
+    result: list[float] = []
     for _ in range(2):
         losses = model.losses(inputs(kind), targets(kind))
-        found += [float(loss.detach()) for loss in losses.values()]
+        result += [float(loss.detach()) for loss in losses.values()]
         optimiser.zero_grad()
         torch.stack(list(losses.values())).sum().backward()
         optimiser.step()
         model.tick()
     model.eval()
-    return found
+    return result
 
 
 def states(model: MorphogeneticModel) -> dict[str, SeedState]:

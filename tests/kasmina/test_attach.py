@@ -27,8 +27,8 @@ def test_a_probe_learns_what_passes_and_changes_nothing() -> None:
     before, stream = copy.deepcopy(host.state_dict()), torch.get_rng_state()
     model = attach(host, {"layer2": 16, "head": 4, "layer1": 8}, example=images()[0])
     specs = [slot.spec for slot in model.seed_slots.values()]
-    found = [(s.slot_id, s.topology, s.width, s.resolution) for s in specs]
-    assert found == [("layer1", "image", 8, 8), ("layer2", "image", 16, 4), ("head", "vector", 4, None)]
+    result = [(s.slot_id, s.topology, s.width, s.resolution) for s in specs]
+    assert result == [("layer1", "image", 8, 8), ("layer2", "image", 16, 4), ("head", "vector", 4, None)]
     assert 0 < specs[0].position < specs[1].position < specs[2].position == 1
     assert same(before, host.state_dict()) and torch.equal(stream, torch.get_rng_state())
     assert all(part.training for part in host.modules()) and hook_count(host) == 3

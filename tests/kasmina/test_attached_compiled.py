@@ -23,12 +23,12 @@ def check_compiled_equals_eager(case: Case, isolation: Isolation, backend: Any, 
 
     def run() -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)
-        found = {"eval": model.eval()(data[0]).detach()}
+        result = {"eval": model.eval()(data[0]).detach()}
         # Compiled dropout draws other masks than eager dropout, so gradients are compared without it.
         losses = model.losses(*data)
         sum(losses.values(), torch.zeros(())).backward()
-        found |= {f"loss {name}": loss.detach() for name, loss in losses.items()}
-        return found | gradients(model)
+        result |= {f"loss {name}": loss.detach() for name, loss in losses.items()}
+        return result | gradients(model)
 
     walks = [stages(model, case.first, case.blueprint, data), prune_life(model, case.second, case.blueprint)]
     for walk in walks:

@@ -36,15 +36,15 @@ def test_add() -> None:
 def test_multiply() -> None:
     # tanh ½ = 0.4621171573: 1·(1 + 0.4621171573/2) = 1.2310585786
     # tanh 4 = 0.9993292997: −2·(1 + 0.9993292997/2) = −2.9993292997
-    found = blend(vector(H), vector(DELTA), 0.5, "multiply")
-    assert found.tolist()[0] == pytest.approx([1.2310585786, -2.9993292997], abs=1e-9)
+    result = blend(vector(H), vector(DELTA), 0.5, "multiply")
+    assert result.tolist()[0] == pytest.approx([1.2310585786, -2.9993292997], abs=1e-9)
 
 
 def test_gate() -> None:
     # w·h + b = 1·1 + (−1)·(−2) + 0 = 3, σ(3) = 0.9525741268:
     # 1 + ½·0.9525741268·½ = 1.2381435317; −2 + ½·0.9525741268·4 = −0.0948517463
-    found = blend(vector(H), vector(DELTA), 0.5, "gate", make_vector_gate([1.0, -1.0], 0.0))
-    assert found.tolist()[0] == pytest.approx([1.2381435317, -0.0948517463], abs=1e-9)
+    result = blend(vector(H), vector(DELTA), 0.5, "gate", make_vector_gate([1.0, -1.0], 0.0))
+    assert result.tolist()[0] == pytest.approx([1.2381435317, -0.0948517463], abs=1e-9)
 
 
 def test_gate_at_birth_is_nearly_open_for_every_sample() -> None:
@@ -88,9 +88,9 @@ def test_identity_at_alpha_zero(style: str) -> None:
 def test_alpha_may_differ_by_row() -> None:
     """A tensor that broadcasts: ½ for the first row, 0 for the second."""
     h, delta = torch.ones(2, 3, 4), torch.full((2, 3, 4), 2.0)
-    found = blend(h, delta, torch.tensor([0.5, 0.0]).reshape(2, 1, 1), "add")
-    assert torch.equal(found[0], torch.full((3, 4), 2.0))
-    assert torch.equal(found[1], torch.ones(3, 4))
+    result = blend(h, delta, torch.tensor([0.5, 0.0]).reshape(2, 1, 1), "add")
+    assert torch.equal(result[0], torch.full((3, 4), 2.0))
+    assert torch.equal(result[1], torch.ones(3, 4))
 
 
 def test_only_the_gate_style_has_a_gate() -> None:
@@ -126,16 +126,16 @@ def test_conductance_zero_silences(kind: HostKind, style: str) -> None:
     for stage in (SeedStage.TRAINING, SeedStage.HOLDING):
         model = make_model(kind, 2)
         first, second = model.seed_slots
-        for place in (first, second):
-            bring_to(model, place, stage, (x, targets), style=style)
-            shake(model.seed_slots[place], 1)
+        for slot_id in (first, second):
+            bring_to(model, slot_id, stage, (x, targets), style=style)
+            shake(model.seed_slots[slot_id], 1)
         model.host.get_buffer("conductance")[0] = 0
 
         losses = model.losses(x, targets)
         sum(losses.values(), torch.zeros(())).backward()
         gradients = {
-            place: [float(p.grad.abs().sum()) for p in model.seed_parameters(place) if p.grad is not None]
-            for place in (first, second)
+            slot_id: [float(p.grad.abs().sum()) for p in model.seed_parameters(slot_id) if p.grad is not None]
+            for slot_id in (first, second)
         }
         assert not any(gradients[first])
         assert any(gradients[second])
@@ -144,11 +144,11 @@ def test_conductance_zero_silences(kind: HostKind, style: str) -> None:
             assert not torch.equal(losses[second], losses["main"])
         else:
             assert stage in ACTIVE_STAGES
-            main = model.body(x, True).output
+            main = model.body(x, True)[0]
             model.seed_slots[first].alpha.zero_()
-            assert torch.equal(model.body(x, True).output, main)
+            assert torch.equal(model.body(x, True)[0], main)
             model.seed_slots[second].alpha.zero_()
-            assert not torch.equal(model.body(x, True).output, main)
+            assert not torch.equal(model.body(x, True)[0], main)
 
 
 def test_conductance_scales_the_effect() -> None:

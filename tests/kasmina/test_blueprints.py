@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina import BlueprintRegistry, GrowingOptimizer, check_blueprint
-from esper.kasmina.blueprints.contract import ALIVE_RATIO
+from esper.kasmina.check import ALIVE_RATIO
 from esper.kasmina.layers import Conv2d, GroupNorm, Linear, Scale
 from esper.leyline import TOPOLOGIES, BadValueError, BlueprintContractError, SeedStage, Topology, UnknownNameError
 
@@ -307,9 +307,9 @@ def test_plain_torch_seeds_are_a_function_of_their_number_too(register: Register
     def weights(stream: int) -> list[Tensor]:
         model = make_model("gpt", 2)
         torch.manual_seed(stream)
-        for place in model.seed_slots:
-            model.germinate_seed(place, name)
-        return [next(model.seed_parameters(place)).detach() for place in model.seed_slots]
+        for slot_id in model.seed_slots:
+            model.germinate_seed(slot_id, name)
+        return [next(model.seed_parameters(slot_id)).detach() for slot_id in model.seed_slots]
 
     (first, second), (again, _) = weights(1), weights(2)
     assert torch.equal(first, again)

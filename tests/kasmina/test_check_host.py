@@ -31,8 +31,8 @@ class NormStretch(Segment):
         self.conv, self.norm, self.prefix = Conv2d(3, 4, 1), BatchNorm2d(4), prefix
 
     def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        h, found = self.norm(self.conv(h), train)
-        return h.mean((-2, -1)), named_statistics(self.prefix, found)
+        h, result = self.norm(self.conv(h), train)
+        return h.mean((-2, -1)), named_statistics(self.prefix, result)
 
 
 class Forgetful(nn.Module):
@@ -86,7 +86,7 @@ def test_an_example_and_targets_can_be_given() -> None:
 
 
 def test_a_segment_that_does_not_fit_is_named() -> None:
-    with pytest.raises(HostMismatchError, match=r"segment 1 \(Stretch\) cannot take what reaches it, shape \(2, 4\)"):
+    with pytest.raises(HostMismatchError, match=r"segment 1 \(Stretch\) cannot take its input of shape \(2, 4\)"):
         check_host(vectors(Linear(3, 4), Linear(5, 2)), torch.randn(2, 3))
     with pytest.raises(HostMismatchError, match=r"segment 0 \(Stretch\) must return"):
         check_host(vectors(nn.LSTM(3, 4), Linear(4, 2)), torch.randn(2, 3))
@@ -121,6 +121,21 @@ def test_there_is_no_dropout_in_a_fleet() -> None:
     report = check_host(Applied(lambda h: F.dropout(h, 0.5)), torch.randn(3, 4))
     assert report.rows == "error" and report.detail.startswith("no dropout in a fleet")
     assert check_host(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), torch.randn(3, 4)).sound
+
+
+class TrainOnly(Stretch):
+    """A segment that fails outside training."""
+
+    def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        if not train:
+            raise RuntimeError("no statistics yet")
+        return super().forward(h, train)
+
+
+def test_a_segment_that_fails_in_eval_mode_is_reported() -> None:
+    host = Host([TrainOnly(Linear(4, 4)), Stretch(Linear(4, 2))], [SlotSpec("middle", 4, "vector", 0.5)])
+    report = check_host(host, torch.randn(3, 4))
+    assert report.rows == "error" and "no statistics yet" in report.detail
 
 
 def test_parameters_that_cannot_learn_are_listed() -> None:

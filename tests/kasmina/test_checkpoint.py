@@ -80,12 +80,12 @@ def test_fresh_process(travelled: Path, name: str) -> None:
     """In every stage and style, outputs, states, alphas and later losses are equal after loading."""
     kind, stages, style = CASES[name]
     model = build(kind, stages, style)
-    found = json.loads((travelled / f"{name}.json").read_text())
-    assert found["output"] == model(inputs(kind)).tolist()  # bit for bit: JSON keeps every float exactly
-    assert found["states"] == repr(states(model))
-    assert found["alpha"] == {slot_id: float(slot.alpha) for slot_id, slot in model.seed_slots.items()}
-    assert found["settings"] == repr((model.isolation, model.config, model.budget, model.rng_seed))
-    assert found["losses"] == rest_of_training(model, kind)
+    result = json.loads((travelled / f"{name}.json").read_text())
+    assert result["output"] == model(inputs(kind)).tolist()  # bit for bit: JSON keeps every float exactly
+    assert result["states"] == repr(states(model))
+    assert result["alpha"] == {slot_id: float(slot.alpha) for slot_id, slot in model.seed_slots.items()}
+    assert result["settings"] == repr((model.isolation, model.config, model.budget, model.rng_seed))
+    assert result["losses"] == rest_of_training(model, kind)
 
 
 @pytest.mark.invariant(9)

@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "kind 'X'; allowed: CNNHost",
     ),
     "host kind alone": (lambda f: rewrite(f, lambda d: d["model"]["host"].update(kind="CNNHost")), "both or neither"),
-    "no slots": (in_model("slots", []), r"has slots \[\], the model handed in \['r0c0', 'r0c1'\]"),
+    "no slots": (in_model("slots", []), r"has slots \[\], the given model \['r0c0', 'r0c1'\]"),
     "slot twice": (
         lambda f: rewrite(f, lambda d: d["model"]["slots"].append(d["model"]["slots"][0])),
         "must be unique",
@@ -138,10 +138,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"has slots \['r0c0', 'r9c9'\]",
     ),
     "spec of another": (in_state("slot_id", "r9c9"), "its spec is that of slot 'r0c0'"),
-    "spec unknown": (lambda f: rewrite(f, lambda d: d["model"]["slots"][0].update(spec=None)), "nothing is known"),
+    "spec unknown": (lambda f: rewrite(f, lambda d: d["model"]["slots"][0].update(spec=None)), "is not known"),
     "width": (
         lambda f: rewrite(f, lambda d: d["model"]["slots"][0]["spec"].update(width=16)),
-        "vector of width 16, in the model handed in for vector of width 8",
+        "vector of width 16, in the given model for vector of width 8",
     ),
     "width 0": (
         lambda f: rewrite(f, lambda d: d["model"]["slots"][0]["spec"].update(width=0)),
@@ -150,10 +150,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "too narrow": (lambda f: rewrite(f, lambda d: d["model"]["slots"][0]["spec"].update(width=2)), "minimum of 3"),
     "topology": (lambda f: rewrite(f, lambda d: d["model"]["slots"][0]["spec"].update(topology="x")), "'x'; allowed"),
     "unknown blueprint": (in_state("blueprint", "x"), "unknown vector blueprint 'x'; allowed: norm"),
-    "no blueprint": (in_state("blueprint", None), "blueprint None in BLENDING; just the live stages have one"),
+    "no blueprint": (in_state("blueprint", None), "blueprint None in BLENDING; only live stages have one"),
     "unknown stage": (in_state("stage", "ASLEEP"), "'ASLEEP'; allowed: .'DORMANT'"),
     "stage of another type": (in_state("stage", ["DORMANT"]), "allowed: .'DORMANT'"),
-    "seed in DORMANT": (in_state("stage", "DORMANT"), "blueprint 'norm' in DORMANT; just the live stages"),
+    "seed in DORMANT": (in_state("stage", "DORMANT"), "blueprint 'norm' in DORMANT; only live stages"),
     "fossil in mid-ramp": (in_state("stage", "FOSSILIZED"), "a ramp in FOSSILIZED; only BLENDING"),
     "alpha in TRAINING": (in_state("stage", "TRAINING"), "alpha goes to 0.7 in TRAINING; it must go to 0.0"),
     "pruning upwards": (in_state("pruning", True), "alpha goes to 0.7 in BLENDING; it must go to 0.0"),
@@ -169,7 +169,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "alpha beyond its ramp": (in_ramp("alpha", 0.9), "alpha 0.9 is not between 0.0 and 0.7"),
     "infinite alpha": (in_ramp("alpha", "inf"), r"alpha inf is not in \[0, 1\]"),
     "curve": (in_ramp("curve", "x"), "unknown alpha curve 'x'; allowed: linear"),
-    "done": (in_ramp("done", 4), "step 4 of 3 is not a place"),
+    "done": (in_ramp("done", 4), "step 4 of 3 is not a step"),
 }
 
 
@@ -217,10 +217,10 @@ def test_any_flipped_byte_is_refused(
 ) -> None:
     """No byte of either file can change unnoticed, but for the layout of the JSON."""
     name = data.draw(st.sampled_from(sorted(pristine)))
-    place = data.draw(st.integers(0, len(pristine[name]) - 1))
-    value = data.draw(st.integers(0, 255).filter(lambda value: value != pristine[name][place]))
+    offset = data.draw(st.integers(0, len(pristine[name]) - 1))
+    value = data.draw(st.integers(0, 255).filter(lambda value: value != pristine[name][offset]))
     folder = unpack(pristine, tmp_path_factory.mktemp("flip") / "model")
-    spoil(folder, name, lambda raw: raw[:place] + bytes([value]) + raw[place + 1 :])
+    spoil(folder, name, lambda raw: raw[:offset] + bytes([value]) + raw[offset + 1 :])
     if name == "model.json":
         try:
             if json.loads((folder / name).read_text()) == json.loads(pristine[name]):
@@ -257,7 +257,7 @@ def _torch_pickle(bomb: Bomb, folder: Path) -> bytes:
 def test_foreign_host_must_be_handed_in(pristine: dict[str, bytes], tmp_path: Path) -> None:
     """The error names the host, the hosts that can be rebuilt, the slots, and what to do."""
     folder = unpack(pristine, tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"MLPHost .*CNNHost, GPTHost.*slots \['r0c0', 'r0c1'\].* hand it in"):
+    with pytest.raises(CheckpointError, match=r"MLPHost .*CNNHost, GPTHost.*slots \['r0c0', 'r0c1'\].* call load"):
         MorphogeneticModel.load(folder)
 
 
@@ -271,7 +271,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 def test_other_slots_are_refused(pristine: dict[str, bytes], tmp_path: Path, slots: list[str]) -> None:
     """The model handed in has the checkpoint's slots, no fewer and no more."""
     folder = unpack(pristine, tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"has slots \['r0c0', 'r0c1'\], the model handed in"):
+    with pytest.raises(CheckpointError, match=r"has slots \['r0c0', 'r0c1'\], the given model"):
         MorphogeneticModel.load(folder, MorphogeneticModel(MLPHost(), slots))
 
 
@@ -279,7 +279,7 @@ def test_other_host_is_refused(tmp_path: Path) -> None:
     """A resolution shows in no weight; the configuration tells the hosts apart."""
     MorphogeneticModel(CNNHost((4,), classes=2, resolution=8)).save(tmp_path / "model")
     other = MorphogeneticModel(CNNHost((4,), classes=2, resolution=4))
-    with pytest.raises(CheckpointError, match=r"'resolution': 8.* handed in .*'resolution': 4"):
+    with pytest.raises(CheckpointError, match=r"'resolution': 8.* given model .*'resolution': 4"):
         MorphogeneticModel.load(tmp_path / "model", other)
 
 
@@ -291,7 +291,7 @@ def test_other_host_is_refused(tmp_path: Path) -> None:
         ({"classes": -1}, "negative dimension"),
         ({"channels": "wide"}, "CNNHost of"),
         ({"channels": [4, 8], "pools": 0}, "unknown slot 'r1c0'; allowed: r0c0, r0c1"),
-        ({"channels": [8]}, "slot 'r0c0' is for image of width 4, in the model handed in for image of width 8"),
+        ({"channels": [8]}, "slot 'r0c0' is for image of width 4, in the given model for image of width 8"),
         ({"classes": 5}, r"linear.weight is \(2, 4\) .* needs \(5, 4\)"),
     ],
 )

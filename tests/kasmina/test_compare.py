@@ -28,9 +28,9 @@ def test_paired_accuracy() -> None:
     # Of 8 predictions the row alone gets 3 right, the other alone 1: p01 = 3/8, p10 = 1/8.
     # Value 100·(3/8 − 1/8) = 25 points.
     # Variance 3/8 + 1/8 − (2/8)² = 0.4375, error 100·sqrt(0.4375)/sqrt(8) = 100·0.661438/2.828427 = 23.3854.
-    found = paired_accuracy(score("11110001"), score("10001001"))
-    assert found.value == pytest.approx(25.0)
-    assert found.error == pytest.approx(23.3854, abs=1e-4)
+    result = paired_accuracy(score("11110001"), score("10001001"))
+    assert result.value == pytest.approx(25.0)
+    assert result.error == pytest.approx(23.3854, abs=1e-4)
 
 
 def test_paired_accuracy_is_antisymmetric() -> None:
@@ -50,8 +50,8 @@ def test_rows_that_agree_have_no_error() -> None:
 
 def test_paired_loss() -> None:
     # Differences 1, 2, 3 (the other is worse): mean 2, standard deviation 1, error 1/sqrt(3) = 0.577350.
-    found = paired_loss(score("111", [1.0, 1.0, 1.0]), score("111", [2.0, 3.0, 4.0]))
-    assert found == pytest.approx((2.0, 0.577350), abs=1e-6)
+    result = paired_loss(score("111", [1.0, 1.0, 1.0]), score("111", [2.0, 3.0, 4.0]))
+    assert result == pytest.approx((2.0, 0.577350), abs=1e-6)
     assert paired_loss(score("1", [1.0]), score("1", [2.0])) == Measurement(1.0, math.inf)
 
 
@@ -95,8 +95,8 @@ def test_rows_use_statistics_of_their_own(amplifier: str, stage: SeedStage) -> N
     for weight in model.seed_parameters("r1c0"):
         torch.nn.init.constant_(weight, 4.0)
 
-    found = model.measure(x, targets, calibration=x)
-    effect = (found.auditions if stage is SeedStage.TRAINING else found.contributions)["r1c0"]
+    result = model.measure(x, targets, calibration=x)
+    effect = (result.auditions if stage is SeedStage.TRAINING else result.contributions)["r1c0"]
     assert effect.accuracy == Measurement(0.0, 0.0)
     assert abs(effect.loss.value) < 1e-3
 
@@ -113,11 +113,11 @@ def test_main_row_is_calibrated_too() -> None:
         if name.endswith("running_mean"):
             buffer.add_(3.0)
     x, targets = make_batch("cnn", 64, dtype=torch.float64)
-    found = compare(model.body, x, targets, x)
-    logits = model.body(x, True).output  # calibrated on x itself: what training sees, but for the unbiased variance
-    assert torch.equal(found.main.correct, logits.argmax(-1) == targets)
-    assert found.deployed.accuracy < found.main.accuracy
-    assert torch.equal(found.deployed.correct, model.eval()(x).argmax(-1) == targets)
+    result = compare(model.body, x, targets, x)
+    logits = model.body(x, True)[0]  # calibrated on x itself: what training sees, but for the unbiased variance
+    assert torch.equal(result.main.correct, logits.argmax(-1) == targets)
+    assert result.deployed.accuracy < result.main.accuracy
+    assert torch.equal(result.deployed.correct, model.eval()(x).argmax(-1) == targets)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -129,9 +129,9 @@ def grown(kind: HostKind, style: str) -> tuple[MorphogeneticModel, list[str]]:
     places = list(model.seed_slots)
     batch = make_batch(kind, dtype=torch.float64)
     stages = (SeedStage.TRAINING, SeedStage.HOLDING, SeedStage.GERMINATED)
-    for place, stage in zip(places, stages, strict=True):
-        bring_to(model, place, stage, batch, style=style)
-        shake(model.seed_slots[place], 1, size=1.0)
+    for slot_id, stage in zip(places, stages, strict=True):
+        bring_to(model, slot_id, stage, batch, style=style)
+        shake(model.seed_slots[slot_id], 1, size=1.0)
     return model, places
 
 
@@ -161,31 +161,31 @@ def test_measure_finds_what_a_rerun_without_the_seed_finds(kind: HostKind) -> No
     """Auditions are shadow minus main, contributions main minus silenced; a GERMINATED seed has neither."""
     model, (trains, holds, idle) = grown(kind, "add")
     x, targets = make_batch(kind, 16, dtype=torch.float64)
-    found = model.measure(x, targets, calibration=x)
-    assert set(found.auditions) == {trains}
-    assert set(found.contributions) == {holds}
+    result = model.measure(x, targets, calibration=x)
+    assert set(result.auditions) == {trains}
+    assert set(result.contributions) == {holds}
     assert model.seed_slots[idle].state.audition is None
     assert model.seed_slots[idle].state.contribution is None
 
     model.seed_slots[holds].alpha.zero_()
     silenced = score_row(model.body, x, targets, {}, x)
-    assert found.contributions[holds].accuracy == paired_accuracy(found.main, silenced)
-    assert found.contributions[holds].loss.value == pytest.approx(silenced.loss - found.main.loss, abs=1e-12)
-    assert found.contributions[holds].loss.value != 0.0
+    assert result.contributions[holds].accuracy == paired_accuracy(result.main, silenced)
+    assert result.contributions[holds].loss.value == pytest.approx(silenced.loss - result.main.loss, abs=1e-12)
+    assert result.contributions[holds].loss.value != 0.0
 
 
 def test_the_last_two_measurements_count() -> None:
     model, batch = trained_cnn(), make_batch("cnn", dtype=torch.float64)
     trains, holds = "r0c0", "r0c1"
-    for place, stage in ((trains, SeedStage.TRAINING), (holds, SeedStage.HOLDING)):
-        bring_to(model, place, stage, batch, "conv_light")
-        shake(model.seed_slots[place], 1, size=1.0)
+    for slot_id, stage in ((trains, SeedStage.TRAINING), (holds, SeedStage.HOLDING)):
+        bring_to(model, slot_id, stage, batch, "conv_light")
+        shake(model.seed_slots[slot_id], 1, size=1.0)
     auditions, contributions = [], []
     for rng_seed in range(3):
         x, targets = make_batch("cnn", 48, dtype=torch.float64, rng_seed=rng_seed)
-        found = model.measure(x, targets, calibration=x)
-        auditions.append(found.auditions[trains].accuracy)
-        contributions.append(found.contributions[holds].accuracy)
+        result = model.measure(x, targets, calibration=x)
+        auditions.append(result.auditions[trains].accuracy)
+        contributions.append(result.contributions[holds].accuracy)
     assert len(set(auditions)) == len(set(contributions)) == 3
 
     state = model.seed_slots[trains].state
@@ -210,17 +210,17 @@ def test_chunks_change_no_result(kind: HostKind) -> None:
         assert torch.equal(left.correct, right.correct)
         torch.testing.assert_close(left.losses, right.losses, rtol=1e-12, atol=1e-12)
     for seeds in ("auditions", "contributions"):
-        for place, effect in getattr(whole, seeds).items():
-            assert getattr(parts, seeds)[place].accuracy == effect.accuracy
-            assert getattr(parts, seeds)[place].loss == pytest.approx(effect.loss, abs=1e-12)
+        for slot_id, effect in getattr(whole, seeds).items():
+            assert getattr(parts, seeds)[slot_id].accuracy == effect.accuracy
+            assert getattr(parts, seeds)[slot_id].loss == pytest.approx(effect.loss, abs=1e-12)
 
 
 def test_tokens_are_predictions() -> None:
     """A sequence of six tokens counts as six: the error is that of all tokens."""
     model = make_model("gpt", dtype=torch.float64)
     x, targets = make_batch("gpt", 4, dtype=torch.float64)
-    found = compare(model.body, x, targets, x)
-    assert found.main.correct.shape == (24,)
+    result = compare(model.body, x, targets, x)
+    assert result.main.correct.shape == (24,)
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -252,8 +252,8 @@ def test_ignored_targets_are_left_out(kind: HostKind) -> None:
         (lambda x, y: (x, y == 0, x), "targets of torch.bool are no class indices"),
         (lambda x, y: (x, y[:-1], x), "8 inputs but 7 targets"),
         (lambda x, y: (x, y[:, None], x), r"targets of shape \(8, 1\) do not fit scores of shape \(8, 5\)"),
-        (lambda x, y: (x[:0], y[:0], x), r"inputs of shape \(0, 7\) hold nothing"),
-        (lambda x, y: (x, y, x[:0]), r"calibration of shape \(0, 7\) hold nothing"),
+        (lambda x, y: (x[:0], y[:0], x), r"inputs of shape \(0, 7\) are empty"),
+        (lambda x, y: (x, y, x[:0]), r"calibration of shape \(0, 7\) are empty"),
         (lambda x, y: (x, y, None), "calibration are a NoneType; one tensor is needed"),
         (lambda x, y: (x, y + 3, x), "to 7 are no classes of a host with 5 scores"),
         (lambda x, y: (x, torch.full_like(y, -100), x), "all 8 targets are -100"),

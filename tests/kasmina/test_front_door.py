@@ -110,7 +110,7 @@ class Moody(Segment):
     ("segment", "message"),
     [
         (Counting(), r"segment 0 \(Counting\) writes calls: return such values as statistics"),
-        (Moody(), r"segment 0 \(Moody\) goes by its own mode: go by the argument train"),
+        (Moody(), r"segment 0 \(Moody\) depends on its own mode: use the argument train"),
     ],
     ids=["writes", "goes by its mode"],
 )
@@ -256,7 +256,7 @@ def test_save_writes_nothing_that_load_would_refuse(tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     model.budget = 10.5  # type: ignore[assignment]  # wrong on purpose
-    with pytest.raises(CheckpointError, match=r"could be loaded again: model.budget is 10.5"):
+    with pytest.raises(CheckpointError, match=r"could not be loaded again: model.budget is 10.5"):
         model.save(tmp_path / "model")
     mixed = make_model("cnn")
     mixed.host.get_submodule("segments.0").double()
@@ -320,8 +320,8 @@ def test_a_contract_is_checked_on_some_seeds(seeds: Any) -> None:  # Any: wrong 
 def test_a_tick_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the second slot leaves the first where it was."""
     model = make_model("mlp", 2)
-    for place in model.seed_slots:
-        model.germinate_seed(place, "norm")
+    for slot_id in model.seed_slots:
+        model.germinate_seed(slot_id, "norm")
     before = [slot.state for slot in model.seed_slots.values()]
     usual = lifecycle.tick
 
@@ -374,9 +374,9 @@ def test_a_seed_has_the_dtype_of_what_passes_its_slot() -> None:
     """And goes where the host is moved."""
     x = torch.randn(3, 4)
     model = attach(Mixed(), {"trunk": 4, "middle": 4}, example=x, config=AT_ONCE)
-    for place, dtype in (("trunk", torch.float32), ("middle", torch.float64)):
-        bring_to(model, place, SeedStage.BLENDING, (x, torch.tensor([0, 1, 0])))
-        assert {p.dtype for p in model.seed_parameters(place)} == {dtype}
+    for slot_id, dtype in (("trunk", torch.float32), ("middle", torch.float64)):
+        bring_to(model, slot_id, SeedStage.BLENDING, (x, torch.tensor([0, 1, 0])))
+        assert {p.dtype for p in model.seed_parameters(slot_id)} == {dtype}
     assert model(x).dtype is torch.float64
 
 

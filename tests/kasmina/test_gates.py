@@ -7,7 +7,6 @@ import pytest
 
 from esper.kasmina import AlphaController, BlueprintRegistry, GateThresholds, SeedState
 from esper.kasmina.gates import (
-    GATE_OF_TARGET,
     GATES,
     gate_blend,
     gate_fossilize,
@@ -45,8 +44,8 @@ def test_germinate_passes(budget: int | None) -> None:
 @pytest.mark.parametrize("stage", sorted(set(SeedStage) - {SeedStage.DORMANT}))
 def test_germinate_needs_a_free_slot(stage: SeedStage) -> None:
     """Any other stage is refused by name."""
-    found = gate_germinate(stage, DEPTHWISE, SLOT, "add", None)
-    assert found == GateResult(False, 1 - 1 / 3, (f"the slot is {stage.name}, not DORMANT",))
+    result = gate_germinate(stage, DEPTHWISE, SLOT, "add", None)
+    assert result == GateResult(False, 1 - 1 / 3, (f"the slot is {stage.name}, not DORMANT",))
 
 
 def test_germinate_needs_width() -> None:
@@ -59,21 +58,21 @@ def test_germinate_needs_width() -> None:
 
 def test_germinate_needs_budget() -> None:
     """4·4 + 12·4 = 64 parameters, 63 are left."""
-    found = gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "add", 63)
-    assert not found.passed
-    assert reasons(found) == "'depthwise' costs 64 parameters, 63 of the budget are left"
+    result = gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "add", 63)
+    assert not result.passed
+    assert reasons(result) == "'depthwise' costs 64 parameters, 63 of the budget are left"
 
 
 def test_germinate_pays_for_the_gate_too() -> None:
     """64 parameters and a gate of 4 + 1."""
-    found = gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "gate", 68)
-    assert reasons(found) == "'depthwise' costs 69 parameters, 68 of the budget are left"
+    result = gate_germinate(SeedStage.DORMANT, DEPTHWISE, SLOT, "gate", 68)
+    assert reasons(result) == "'depthwise' costs 69 parameters, 68 of the budget are left"
 
 
 def test_germinate_lists_every_reason() -> None:
     """Nothing holds: three reasons, score 0."""
-    found = gate_germinate(SeedStage.HOLDING, DEPTHWISE, NARROW, "add", 0)
-    assert len(found.reasons) == 3 and found.score == 0.0
+    result = gate_germinate(SeedStage.HOLDING, DEPTHWISE, NARROW, "add", 0)
+    assert len(result.reasons) == 3 and result.score == 0.0
 
 
 # -- G1 ---------------------------------------------------------------------------------------------------------------
@@ -101,10 +100,10 @@ def test_train_at_once() -> None:
 )
 def test_blend(steps: int, norm: float | None, score: float, reason: str) -> None:
     """Long enough in TRAINING, with gradients that were measured and finite."""
-    found = gate_blend(replace(state(SeedStage.TRAINING, steps), gradient_norm=norm), EASY)
-    assert found.passed == (reason == "")
-    assert found.score == pytest.approx(score)
-    assert reasons(found).startswith(reason)
+    result = gate_blend(replace(state(SeedStage.TRAINING, steps), gradient_norm=norm), EASY)
+    assert result.passed == (reason == "")
+    assert result.score == pytest.approx(score)
+    assert reasons(result).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -150,17 +149,17 @@ def test_hold() -> None:
 )
 def test_fossilize(steps: int, contributions: tuple[Measurement, ...], reason: str) -> None:
     """Held long enough, with a contribution that was measured, whatever it is."""
-    found = gate_fossilize(replace(state(SeedStage.HOLDING, steps), contributions=contributions), EASY)
-    assert found.passed == (reason == "")
-    assert reasons(found).startswith(reason)
+    result = gate_fossilize(replace(state(SeedStage.HOLDING, steps), contributions=contributions), EASY)
+    assert result.passed == (reason == "")
+    assert reasons(result).startswith(reason)
 
 
 @pytest.mark.parametrize(("contributions", "passed"), [(GOOD, True), (POOR, False), (NONE, False)])
 def test_fossilize_strict(contributions: tuple[Measurement, ...], passed: bool) -> None:
     """Strict: positive beyond its error."""
-    found = gate_fossilize(replace(state(SeedStage.HOLDING, 1), contributions=contributions), STRICT)
-    assert found.passed is passed
-    assert passed or "the contribution is" in reasons(found)
+    result = gate_fossilize(replace(state(SeedStage.HOLDING, 1), contributions=contributions), STRICT)
+    assert result.passed is passed
+    assert passed or "the contribution is" in reasons(result)
 
 
 @pytest.mark.parametrize(("steps", "passed"), [(4, False), (5, True)])
@@ -172,6 +171,6 @@ def test_thresholds_count(steps: int, passed: bool) -> None:
 
 
 def test_every_step_forward_has_a_gate() -> None:
-    """Each live stage but the first is guarded, by a gate that exists."""
-    assert set(GATE_OF_TARGET) == LIVE_STAGES - {SeedStage.GERMINATED}
-    assert set(GATE_OF_TARGET.values()) == set(GATES)
+    """Each live stage but the first is guarded by a gate of its own."""
+    assert set(GATES) == LIVE_STAGES - {SeedStage.GERMINATED}
+    assert list(GATES.values()) == [gate_train, gate_blend, gate_hold, gate_fossilize]

@@ -107,9 +107,9 @@ def test_other_files_are_never_written_over(tmp_path: Path) -> None:
 def test_frozen_parameters_stay_frozen(attach_it: bool, tmp_path: Path) -> None:
     """Those of the host and those of seeds; the written list names them."""
     model = attached() if attach_it else cnn()
-    place = "block" if attach_it else "r0c0"
-    plant(model, place, "norm")
-    frozen = [next(model.host_parameters()), next(model.seed_parameters(place))]
+    slot_id = "block" if attach_it else "r0c0"
+    plant(model, slot_id, "norm")
+    frozen = [next(model.host_parameters()), next(model.seed_parameters(slot_id))]
     for parameter in frozen:
         parameter.requires_grad_(False)
     network = model.harden(tmp_path / "grown")

@@ -59,10 +59,10 @@ class Residual(Segment):
 
     def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
         statistics: Statistics = {}
-        y, found = self.norms[0](self.first(h), train)
-        statistics |= named_statistics("norms.0", found)
-        z, found = self.norms[1](self.second(F.relu(y)), train)
-        statistics |= named_statistics("norms.1", found)
+        y, result = self.norms[0](self.first(h), train)
+        statistics |= named_statistics("norms.0", result)
+        z, result = self.norms[1](self.second(F.relu(y)), train)
+        statistics |= named_statistics("norms.1", result)
         h = self.noise(y + z, train)
         return F.dropout(h, 0.1, train), statistics
 

@@ -29,16 +29,16 @@ def test_silent_stages(kind: HostKind, style: str, isolation: Isolation) -> None
         model = make_model(kind, isolation=isolation)
         host = model.host
         assert isinstance(host, Host)
-        for place, slot in model.seed_slots.items():
-            bring_to(model, place, stage, batch, style=style)
+        for slot_id, slot in model.seed_slots.items():
+            bring_to(model, slot_id, stage, batch, style=style)
             shake(slot, 1)
         for train in (True, False):
             bare = host.run(batch[0], train)[0]
             if stage is SeedStage.BLENDING:
-                assert not torch.equal(model.body(batch[0], train).output, bare)
+                assert not torch.equal(model.body(batch[0], train)[0], bare)
                 for slot in model.seed_slots.values():
                     slot.alpha.zero_()
-            assert torch.equal(model.body(batch[0], train).output, bare)
+            assert torch.equal(model.body(batch[0], train)[0], bare)
             if stage is SeedStage.BLENDING:
                 for slot in model.seed_slots.values():
                     slot.alpha.fill_(slot.state.alpha)
@@ -60,9 +60,9 @@ def test_an_epoch_beside_a_training_seed(
     bring_to(alone, between, SeedStage.BLENDING, make_batch(kind), style="gate", alpha=0.5)
     shake(alone.seed_slots[between], 1)
     beside = copy.deepcopy(alone)
-    for place, style in ((before, "multiply"), (behind, "gate")):
-        bring_to(beside, place, SeedStage.TRAINING, make_batch(kind), style=style)
-    seeds = {place: copy.deepcopy(beside.seed_slots[place].seed) for place in (before, behind)}
+    for slot_id, style in ((before, "multiply"), (behind, "gate")):
+        bring_to(beside, slot_id, SeedStage.TRAINING, make_batch(kind), style=style)
+    seeds = {slot_id: copy.deepcopy(beside.seed_slots[slot_id].seed) for slot_id in (before, behind)}
     start = copy.deepcopy(alone.state_dict())
 
     for model in (alone, beside):
@@ -78,11 +78,11 @@ def test_an_epoch_beside_a_training_seed(
     moved = {name for name, tensor in shared.items() if not torch.equal(tensor, start[name])}
     assert {f"body.host.{name}" for name, _ in alone.host.named_parameters()} <= moved
     assert kind != "cnn" or "body.host.segments.0.norm.running_mean" in moved
-    for place, born in seeds.items():
-        learnt = beside.seed_slots[place].seed
+    for slot_id, born in seeds.items():
+        learnt = beside.seed_slots[slot_id].seed
         assert born is not None and learnt is not None
         for (name, old), new in zip(born.named_parameters(), learnt.parameters(), strict=True):
-            assert not torch.equal(old, new), f"{name} of the seed in {place} has learnt nothing"
+            assert not torch.equal(old, new), f"{name} of the seed in {slot_id} has learnt nothing"
 
 
 @pytest.mark.invariant(2)
@@ -90,18 +90,18 @@ def test_an_epoch_beside_a_training_seed(
 def test_at_birth_only_the_scale_learns(kind: HostKind) -> None:
     """The first step trains only the seed's scale; after it every parameter gets a gradient."""
     model, batch = make_model(kind, 1), make_batch(kind)
-    (place,) = model.seed_slots
-    bring_to(model, place, SeedStage.TRAINING, batch)
+    (slot_id,) = model.seed_slots
+    bring_to(model, slot_id, SeedStage.TRAINING, batch)
     optimiser = GrowingOptimizer(model, sgd)
     alive: list[set[str]] = []
     for _ in range(2):
         optimiser.zero_grad()
         total(model.losses(*batch)).backward()
-        slot = model.seed_slots[place]
+        slot = model.seed_slots[slot_id]
         alive.append({name for name, p in slot.named_parameters() if p.grad is not None and p.grad.count_nonzero()})
         optimiser.step()
     assert alive[0] == {"seed.scale.weight"}
-    assert alive[1] == {name for name, _ in model.seed_slots[place].named_parameters()}
+    assert alive[1] == {name for name, _ in model.seed_slots[slot_id].named_parameters()}
 
 
 @pytest.mark.invariant(2)
@@ -112,13 +112,13 @@ def test_a_training_seed_learns(kind: HostKind) -> None:
     Straight-through has no feedback, so it makes no such promise.
     """
     model, (x, targets) = make_model(kind, 1), make_batch(kind, 32)
-    (place,) = model.seed_slots
+    (slot_id,) = model.seed_slots
     bring_to(
         model,
-        place,
+        slot_id,
         SeedStage.TRAINING,
         (x, targets),
-        BlueprintRegistry.names(model.seed_slots[place].spec.topology)[-1],
+        BlueprintRegistry.names(model.seed_slots[slot_id].spec.topology)[-1],
     )
     optimiser = GrowingOptimizer(model, lambda p: torch.optim.Adam(p, lr=0.0), seed_options={"lr": 0.03})
     host_loss = float(model.losses(x, targets)["main"].detach())
@@ -127,8 +127,8 @@ def test_a_training_seed_learns(kind: HostKind) -> None:
         total(model.losses(x, targets)).backward()
         optimiser.step()
     assert float(model.losses(x, targets)["main"].detach()) == host_loss
-    tap = model.body.main(x, True, [place])[1][place]
-    assert float(cross_entropy(model.body.shadow(place, tap, True), targets).detach()) < host_loss - 0.01
+    tap = model.body.main(x, True, [slot_id])[1][slot_id]
+    assert float(cross_entropy(model.body.shadow(slot_id, tap, True), targets).detach()) < host_loss - 0.01
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -144,10 +144,10 @@ def test_nothing_is_dead(kind: HostKind, style: str) -> None:
     for stage in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED):
         for offer in offers:
             model = make_model(kind)
-            for place in model.seed_slots:
-                blueprint = offer.name if place == "r0c0" else "norm"
-                bring_to(model, place, stage, batch, blueprint, style=style, alpha=0.5)
-                shake(model.seed_slots[place], 1)
+            for slot_id in model.seed_slots:
+                blueprint = offer.name if slot_id == "r0c0" else "norm"
+                bring_to(model, slot_id, stage, batch, blueprint, style=style, alpha=0.5)
+                shake(model.seed_slots[slot_id], 1)
             for name, gradient in gradients_of(model, total(model.losses(*batch))).items():
                 assert gradient is not None and gradient.count_nonzero() > 0, (
                     f"{name} with {offer.name} in {stage.name}"
@@ -169,7 +169,7 @@ def test_the_host_learns_through_an_acting_seed(kind: HostKind, style: str) -> N
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def loss() -> Tensor:
-        return cross_entropy(model.body(batch[0], True).output, batch[1])
+        return cross_entropy(model.body(batch[0], True)[0], batch[1])
 
     def slope() -> float:
         (gradient,) = torch.autograd.grad(loss(), [weight])
@@ -202,20 +202,20 @@ def test_a_pruned_seed_leaves_nothing(stage: SeedStage, make: Callable[[object],
     config = LifecycleConfig(cooldown=4, min_prune_age=0, thresholds=AT_ONCE.thresholds)
     model = make_model("cnn", 2, config=config)
     optimiser = GrowingOptimizer(model, make)
-    place, other = model.seed_slots
-    bring_to(model, place, stage, batch, "conv_light", style="gate")
+    slot_id, other = model.seed_slots
+    bring_to(model, slot_id, stage, batch, "conv_light", style="gate")
     bring_to(model, other, SeedStage.BLENDING, batch)
     for _ in range(2):
         optimiser.zero_grad()
         total(model.losses(*batch)).backward()
         optimiser.step()
-    slot = model.seed_slots[place]
+    slot = model.seed_slots[slot_id]
     assert slot.seed is not None and slot.gate is not None
     dying = [weakref.ref(thing) for thing in (slot.seed, slot.gate, *slot.parameters())]
     kept = {id(p): copy.deepcopy(optimiser.wrapped.state[p]) for p in model.host.parameters()}
     before = model.grown_parameter_count
 
-    model.prune_seed(place)
+    model.prune_seed(slot_id)
     gc.collect()
     assert [thing() for thing in dying] == [None] * len(dying)
     assert model.grown_parameter_count == before - BlueprintRegistry.spec("image", "conv_light").count(6) - 7
@@ -225,10 +225,10 @@ def test_a_pruned_seed_leaves_nothing(stage: SeedStage, make: Callable[[object],
             assert torch.equal(torch.as_tensor(optimiser.wrapped.state[parameter][key]), torch.as_tensor(value))
 
     for left in (4, 3, 2, 1):
-        assert model.seed_slots[place].state.cooldown == left
-        refused(model, SlotOccupiedError, f"rests for {left} more", lambda: model.germinate_seed(place, "norm"))
+        assert model.seed_slots[slot_id].state.cooldown == left
+        refused(model, SlotOccupiedError, f"rests for {left} more", lambda: model.germinate_seed(slot_id, "norm"))
         model.tick()
-    model.germinate_seed(place, "norm")
+    model.germinate_seed(slot_id, "norm")
 
 
 @pytest.mark.invariant(6)

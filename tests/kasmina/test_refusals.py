@@ -58,7 +58,7 @@ def test_stages_cannot_be_jumped() -> None:
     model.observe_gradients({"r0c0": 1.0})
     model.advance("r0c0")
     refused(model, GateRefusedError, r"alpha 0\.333 is on its way to 1\.000", lambda: model.advance("r0c0"))
-    refused(model, StageError, "mid-ramp", lambda: model.prune_seed("r0c0"))
+    refused(model, StageError, "on a ramp", lambda: model.prune_seed("r0c0"))
     for _ in range(3):
         model.tick()
     refused(model, GateRefusedError, "0 steps in HOLDING.*contribution was not", lambda: model.fossilize("r0c0"))
@@ -121,6 +121,6 @@ def test_germination_leaves_the_random_stream_alone() -> None:
     """A successful germination draws nothing from the host's random stream either."""
     model = make_model("cnn")
     stream = torch.get_rng_state()
-    for place in model.seed_slots:
-        model.germinate_seed(place, "conv_light", style="gate")
+    for slot_id in model.seed_slots:
+        model.germinate_seed(slot_id, "conv_light", style="gate")
     assert torch.equal(stream, torch.get_rng_state())

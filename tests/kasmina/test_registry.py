@@ -118,8 +118,8 @@ def test_unregister(own: str) -> None:
 )
 def test_misfit(spec: BlueprintSpec, width: int, resolution: int | None, problem: str | None) -> None:
     """Minimum width, multiple, resolution and values; an unknown resolution is given the benefit of the doubt."""
-    found = spec.misfit(width, resolution)
-    assert found is None if problem is None else found is not None and problem in found
+    result = spec.misfit(width, resolution)
+    assert result is None if problem is None else result is not None and problem in result
 
 
 def test_build_refuses_a_misfit(own: str) -> None:

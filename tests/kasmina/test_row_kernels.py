@@ -53,8 +53,8 @@ def test_layers_equal_float64(name: str, width: int, rows: int, monkeypatch: pyt
     expected = outcome(layer, weights, x, torch.zeros((), dtype=torch.float64))
     mine = outcome(layer, weights, x, torch.zeros((), device="cuda"))
     assert len(mine) == len(expected) == 2 + len(weights)
-    for found, wanted in zip(mine, expected, strict=True):
-        assert float((found - wanted).abs().max()) < 3e-5 * float(wanted.abs().max()), name
+    for result, wanted in zip(mine, expected, strict=True):
+        assert float((result - wanted).abs().max()) < 3e-5 * float(wanted.abs().max()), name
 
 
 @pytest.mark.parametrize("name", ["norm of pairs", "scale"])
@@ -64,8 +64,8 @@ def test_rows_need_not_lie_side_by_side(name: str) -> None:
     for x in (part, spread):
         layer = LAYERS[name](x.shape[2])
         weights = {name: torch.rand(5, *value.shape, device="cuda") for name, value in layer.named_parameters()}
-        found, wanted = (functional_call(layer, weights, (given,)) for given in (x, stored(x)))
-        assert torch.equal(found, wanted)
+        result, wanted = (functional_call(layer, weights, (given,)) for given in (x, stored(x)))
+        assert torch.equal(result, wanted)
 
 
 def stored(x: Tensor) -> Tensor:

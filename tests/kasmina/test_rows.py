@@ -116,12 +116,12 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def relative_error(found: Tensor, reference: Tensor) -> float:
+def relative_error(result: Tensor, reference: Tensor) -> float:
     """max |difference| / max |reference|."""
-    assert found.shape == reference.shape
+    assert result.shape == reference.shape
     largest = reference.abs().max()
     assert largest > 0, "a reference of zeros shows nothing"
-    return float((found - reference).abs().max() / largest)
+    return float((result - reference).abs().max() / largest)
 
 
 def assert_rows_agree(modules: list[nn.Module], x: Tensor) -> None:

@@ -204,7 +204,7 @@ def test_wandb_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("watch", "package", "message"),
+    ("sinks", "package", "message"),
     [
         (SinkSettings(console=True), "rich", r"--console needs the package rich.*pip install 'rich'"),
         (SinkSettings(tensorboard=True), "tensorboard", r"tensorboard.*pip install 'esper-morph\[tensorboard\]'"),
@@ -231,7 +231,7 @@ def test_a_folder_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sinks_follow_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each setting makes its sink; a path in the configuration is text by then."""
     opened: list[object] = []
-    monkeypatch.setattr("esper.nissa.watch.Hub", lambda sinks: opened.extend(sinks))
+    monkeypatch.setattr("esper.nissa.sinks.Hub", lambda sinks: opened.extend(sinks))
     SinkSettings(console=True, tensorboard=True, wandb=True).open(tmp_path, {"data_dir": tmp_path}, 2)
     assert [type(sink) for sink in opened] == [ConsoleSink, TensorBoardSink, WandbSink]
     assert (

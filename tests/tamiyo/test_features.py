@@ -30,7 +30,7 @@ from esper.tamiyo import (
     growth_table,
     signals_to_features,
 )
-from esper.tamiyo.features import LIMIT, SENSED, fill_in_control_end
+from esper.tamiyo.features import LIMIT, SENSED, SLOT_COLUMNS, fill_in_control_end
 from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView
 
 COUNT = 3
@@ -412,13 +412,29 @@ def test_weights_serve_another_number_of_slots() -> None:
     many.load_state_dict(few.state_dict())
 
 
+def test_slot_columns_make_up_the_view() -> None:
+    """A view taken apart into its columns and put together again is the same; errors without a column are 0."""
+    view = random_signals(20).slots
+    columns = {column.name: view.column(column.name) for column in SLOT_COLUMNS}
+    again = SlotView.from_columns(columns)
+    for name in SlotView._fields:
+        one, other = getattr(view, name), getattr(again, name)
+        if isinstance(one, Measured) and f"{name}_error" not in columns:
+            one = one._replace(error=torch.zeros_like(one.error))
+        parts = zip(one, other, strict=True) if isinstance(one, Measured) else [(one, other)]
+        assert all(torch.equal(first, second) for first, second in parts), name
+    for column in SLOT_COLUMNS:
+        assert (columns[column.name].dtype is torch.bool) == (column.dtype is torch.bool), column.name
+        assert (column.scale is None) == (column.dtype is not torch.float32), column.name
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (4, 3), (3, 2)])
 def test_signals_of_another_host_are_refused(shape: tuple[int, int]) -> None:
     """With both sizes in the message."""
-    with pytest.raises(BadValueError, match=rf"\({shape[0]}, {shape[1]}\) for a layout of \(3, 3\)"):
+    with pytest.raises(BadValueError, match=rf"\({shape[0]}, {shape[1]}\), the layout has \(3, 3\)"):
         signals_to_features(random_signals(2, *shape), growth_layout(slots(3)))
 
 

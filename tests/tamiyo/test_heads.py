@@ -14,6 +14,7 @@ import esper
 from esper.leyline import RELEVANCE, BadValueError, LifecycleOp, UnknownNameError, head_preset
 from esper.tamiyo import ActionHead, ActionTable, EmptyMaskError, MaskedCategorical, discrete_table, growth_table
 from esper.tamiyo.heads import HeadKind
+from esper.tamiyo.policy import used_heads
 from esper.tolaria import get_task
 
 LAST_DRAW = 1 - 2**-24
@@ -226,10 +227,10 @@ def head(name: str = "b", size: int = 2, kind: HeadKind = "linear", **fields: ob
         (head(size=0), "'b': size 0"),
         (head(placeholder=2), "placeholder 2 is none of 2"),
         (head(placeholder=-1), "placeholder -1"),
-        (head(matters=(True, False)), "says for 2 of 3 choices of 'a'"),
+        (head(matters=(True, False)), "has 2 entries in `matters`; give one for each of the 3 choices of 'a'"),
         (head(given="c"), "unknown head before 'b' 'c'; allowed: a"),
         (head(given="b"), "unknown head before 'b' 'b'; allowed: a"),
-        (head(kind="offer"), "let a pointer head choose it first"),
+        (head(kind="offer"), "put a pointer head before it"),
         (head(kind="quadratic"), "allowed: linear, pointer, offer"),  # type: ignore[arg-type]  # the point of the test
     ],
 )
@@ -265,18 +266,16 @@ def test_relevance_of_a_growth_table(preset: str) -> None:
 @pytest.mark.requirement(60)
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 @pytest.mark.parametrize("lead", [(6,), (3, 2)])
-def test_causal(lead: tuple[int, ...], device: str) -> None:
-    """(…, heads) → (…, heads) on the actions' device, for envs and for envs × steps."""
+def test_used_heads(lead: tuple[int, ...], device: str) -> None:
+    """Ops (…) → (…, heads) on their device, for envs and for envs × steps."""
     table = growth_table(head_preset("core"), get_task("digits_blind").slot_config)
     ops = torch.tensor(list(LifecycleOp), device=device).view(lead)
-    actions = torch.stack([ops, torch.zeros_like(ops), torch.zeros_like(ops)], -1)
-    causal = table.causal(actions)
-    assert causal.device == actions.device
+    used = used_heads(table, ops)
+    assert used.device == ops.device
     # Slots matter for all but WAIT (0), blueprints for GERMINATE (1) alone.
     wanted = torch.stack([ops >= 0, ops != LifecycleOp.WAIT, ops == LifecycleOp.GERMINATE], -1)
-    assert torch.equal(causal, wanted)
-    assert discrete_table((6, 2, 2)).causal(actions).all()
-    assert discrete_table((6, 2, 2)).causal(actions).shape == actions.shape
+    assert torch.equal(used, wanted)
+    assert used_heads(discrete_table((6, 2, 2)), ops).all()
 
 
 def test_masks_of_a_growth_table() -> None:

@@ -228,7 +228,7 @@ def test_other_heads_do_what_core_does() -> None:
     [
         ({"patience": -1}, "patience -1 is not an integer of 0 or more"),
         ({"at_once": 0}, "at_once 0 is not an integer of 1 or more"),
-        ({"trial": 2}, "trial 2 is not an integer of 3 or more: auditions are not believed before"),
+        ({"trial": 2}, "trial 2 is not an integer of 3 or more: auditions do not count before"),
         ({"rent": float("nan")}, "rent nan is not a finite number"),
         ({"errors": -1.0}, "errors -1.0 is below 0"),
         ({"choice": "best"}, "unknown choice of blueprints 'best'; allowed: net, per_cost, worth"),

@@ -102,7 +102,7 @@ def test_log_probs_are_those_of_collection(name: str, epsilon: float) -> None:
         assert torch.allclose(values, torch.stack([getattr(step, field) for step in collected])[ALIVE], atol=1e-5), (
             field
         )
-    assert torch.equal(learnt.causal, table.causal(actions))
+    assert torch.equal(learnt.causal, table.relevance[actions[:, 0]])
     assert (learnt.log_probs[~learnt.causal] == 0).all()
     assert (learnt.log_probs[learnt.decided] < 0).all()
     placeholders = torch.tensor([head.placeholder for head in table.heads]).expand_as(actions)
@@ -198,7 +198,7 @@ def test_a_new_head_in_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) ->
     preset = HeadPreset("deep", (*HEAD_NAMES, "depth"), tuple(LifecycleOp))
     network = FactoredRecurrentActorCritic(growth_table(preset, slots(3)), layout(3), SMALL)
     assert {name for name in network.state_dict() if "depth" in name} == {"heads.depth.weight", "heads.depth.bias"}
-    assert "told.alpha_curve.weight" in network.state_dict()  # once the last head, now one with somebody to tell
+    assert "choice_embeddings.alpha_curve.weight" in network.state_dict()  # no longer the last head
     flat = torch.randn(4, network.layout.size)
     actions = torch.zeros(4, 9, dtype=torch.long)
     actions[:2, 0] = LifecycleOp.GERMINATE
@@ -274,7 +274,7 @@ def test_blueprints_are_compared_by_the_offers_of_the_chosen_slot() -> None:
 def test_what_the_state_means_may_depend_on_the_op() -> None:
     """From one state to another the odds of two curves change, and not alike for both ops that ramp."""
     network = build("full3", SHARP)
-    nn.init.normal_(network.get_parameter("told.op.weight"))
+    nn.init.normal_(network.get_parameter("choice_embeddings.op.weight"))
     host, slot, offers, critic = network.layout.split(torch.randn(8, network.layout.size))
     flat = torch.cat(
         [host, slot[:1].expand(8, -1, -1).flatten(1), offers[:1].expand(8, -1, -1, -1).flatten(1), critic], -1

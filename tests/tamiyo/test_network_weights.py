@@ -50,9 +50,9 @@ def test_every_weight_learns(name: str) -> None:
     for part, weight in network.named_parameters():
         assert weight.grad is not None, part
         assert (weight.grad.abs().max() > 1e-2) == (part not in idle), part  # rounding alone gives up to 1e-5
-        if part.startswith("told.") and not single:
+        if part.startswith("choice_embeddings.") and not single:
             # After WAIT there is nobody to tell.
-            silent = [LifecycleOp.WAIT] if part == "told.op.weight" else []
+            silent = [LifecycleOp.WAIT] if part == "choice_embeddings.op.weight" else []
             assert (weight.grad.abs().amax(1) < 1e-3).nonzero().flatten().tolist() == silent
 
 
@@ -60,7 +60,7 @@ def test_the_last_choice_is_told_to_nobody() -> None:
     """No weights are kept for it, whatever its kind."""
     table = ActionTable((ActionHead("op", 2), ActionHead("slot", 3, "pointer", given="op")))
     names = FactoredRecurrentActorCritic(table, layout(3), SMALL).state_dict()
-    assert [name for name in names if "told" in name] == ["told.op.weight"]
+    assert [name for name in names if "choice_embeddings" in name] == ["choice_embeddings.op.weight"]
 
 
 @pytest.mark.requirement(66)
@@ -205,9 +205,9 @@ def test_first_bias() -> None:
 def test_tables_and_layouts_must_fit() -> None:
     """At construction: slots, blueprints, and the bias of the first head."""
     core = growth_table(head_preset("core"), slots(3))
-    with pytest.raises(BadValueError, match="'slot' points at 3 slots; the layout has 2"):
+    with pytest.raises(BadValueError, match="'slot' chooses among 3 slots; the layout has 2"):
         FactoredRecurrentActorCritic(core, layout(2))
-    with pytest.raises(BadValueError, match="'blueprint' compares 3 blueprints; the layout has 4"):
+    with pytest.raises(BadValueError, match="'blueprint' chooses among 3 blueprints; the layout has 4"):
         FactoredRecurrentActorCritic(core, replace(layout(3), blueprints=4))
     with pytest.raises(BadValueError, match="2 entries for the 3 choices of head 'action0'"):
         FactoredRecurrentActorCritic(discrete_table((3,)), vector_layout(2), NetworkConfig(first_bias=(0.0, 1.0)))

@@ -65,7 +65,7 @@ def random_masks(table: ActionTable, n: int, share: float = 0.5) -> dict[str, Te
 
 def assert_legal(table: ActionTable, actions: Tensor, masks: dict[str, Tensor]) -> None:
     """Along the conditional masks; heads that do not matter keep their placeholder."""
-    causal = table.causal(actions)
+    causal = table.relevance[actions[:, 0]]
     for env, action in enumerate(actions.tolist()):
         chosen = dict(zip(table.names, action, strict=True))
         for place, head in enumerate(table.heads):

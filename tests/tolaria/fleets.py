@@ -1,8 +1,9 @@
 """Small tasks, fleets with seeds in every stage, and ways to compare fleets: with lone hosts, and with each other."""
 
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from reference import OneByOne
@@ -278,3 +279,35 @@ def assert_same_score(left: RowScore, right: RowScore) -> None:
     """Bit for bit."""
     assert torch.equal(left.correct, right.correct)
     assert same_bits(left.losses, right.losses)
+
+
+# Any: whatever an object graph holds.
+def tensors_of(root: Any, *, without: Sequence[object] = ()) -> Iterator[Tensor]:
+    """Every tensor that can be reached from an object through its attributes and containers, with its gradient."""
+    skipped = (types.ModuleType, types.FunctionType, types.MethodType, type, str, bytes, int, float)
+    seen = {id(thing) for thing in without}
+    waiting: list[Any] = [root]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, skipped):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield thing
+            waiting.append(thing.grad if thing.is_leaf else None)
+        elif isinstance(thing, Mapping):
+            waiting += thing.values()
+        elif isinstance(thing, list | tuple | set | frozenset):
+            waiting += thing
+        else:
+            waiting += getattr(thing, "__dict__", {}).values()
+
+
+def held_bytes(root: object, device: torch.device | None = None, *, without: Sequence[object] = ()) -> int:
+    """Bytes of all storages that an object holds, each counted once; on one kind of device, or on all."""
+    storages = {
+        (tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes()
+        for tensor in tensors_of(root, without=without)
+        if device is None or tensor.device.type == device.type
+    }
+    return sum(storages.values())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.tolaria.counter import counter_below, counter_hash, permutation
+from esper.tolaria.batches import counter_below, counter_hash, permutation
 
 SEEDS = st.integers(0, 2**63 - 1)
 BINS = 16

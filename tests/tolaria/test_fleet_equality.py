@@ -19,7 +19,7 @@ from esper.kasmina.slot import Isolation, Role
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig
 from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.passes import LANES, score_rows
+from esper.tolaria.passes import SIDE_STREAMS, score_rows
 
 CASES = [
     pytest.param(kind, optimiser, id=f"{kind}-{optimiser.kind}")
@@ -306,7 +306,7 @@ def test_replays_equal_eager_minibatches(isolation: Isolation, monkeypatch: pyte
     assert replayed.graphs is not None
     for fleet in fleets:
         shake(fleet)
-    assert len(replayed.banks) > LANES
+    assert len(replayed.banks) > SIDE_STREAMS
     captures = 0
     for minibatch in range(12):
         if minibatch == 8:
@@ -333,7 +333,7 @@ def test_a_replay_leaves_the_results_of_other_graphs_alone(monkeypatch: pytest.M
     fleet.train_minibatch(fleet.draw(0), 0.01)
     fleet.germinate(0, "r1c0", "bottleneck")  # a bank more is a new structure
     fleet.advance(0, "r1c0")
-    results = [fleet.train_minibatch(fleet.draw(1), 0.01), *fleet.norms().values()]
+    results = [fleet.train_minibatch(fleet.draw(1), 0.01), *fleet.norms.values()]
     before = [tensor.clone() for tensor in results]
     assert fleet.graphs is not None
     assert fleet.graphs.captures == 2

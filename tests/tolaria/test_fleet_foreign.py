@@ -85,7 +85,7 @@ def test_foreign_hosts_and_seeds_equal_the_loop(wave: str) -> None:
                 losses = trainer.model.losses(samples.inputs[env], samples.targets[env])
                 torch.stack(list(losses.values())).sum().backward()
                 trainer.optimizer.step()
-        fleet._note_gradients()
+        fleet._record_gradients()
         fleet.tick()
         for trainer in lone:
             trainer.tick()

@@ -8,15 +8,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fleets import AT_ONCE, CPU, Kind, batches_of, difference, make_fleet, same_bits, shake, task_of
+from fleets import (
+    AT_ONCE,
+    CPU,
+    Kind,
+    batches_of,
+    difference,
+    held_bytes,
+    make_fleet,
+    same_bits,
+    shake,
+    task_of,
+    tensors_of,
+)
 
 from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.compare import RowScore
 from esper.leyline import BadValueError, EsperError, FleetMemoryError, GateRefusedError, SlotOccupiedError, StageError
 from esper.tolaria import HostFleet
 from esper.tolaria import fleet as fleet_module
+from esper.tolaria.batches import Samples
 from esper.tolaria.graphs import MinibatchGraphs
-from esper.tolaria.memory import LiveBytes, Need, PassMemory, held_bytes, tensors_of
+from esper.tolaria.memory import LiveBytes, ValidationMemory, peak_bytes
 from esper.tolaria.passes import CHUNK, StackedHost, calibrate, score, score_rows
 from esper.tolaria.rows import eval_rows
 
@@ -35,13 +48,12 @@ def test_live_bytes_by_hand() -> None:
         del first
         third = second.sum(1)  # 4,000 + 40
     assert meter.trace == [4_000, 8_000, 4_040]
-    assert meter.peak == 8_000
     assert meter.live == 4_040
     del second, third
     assert meter.live == 0
 
 
-def test_a_need_is_a_line_per_operation() -> None:
+def test_a_peak_is_a_line_per_operation() -> None:
     """Weights (fixed) dominate with few inputs, activations (per input) with many: known from tiny passes."""
 
     def run(inputs: int) -> None:
@@ -50,20 +62,20 @@ def test_a_need_is_a_line_per_operation() -> None:
         del weights
         torch.cat([small, small, small])  # 120 more
 
-    need = Need.of(run)
-    assert need.at(2) == 2_000 + 2 * 40
-    assert need.at(100) == 100 * 160
+    peak = peak_bytes(run)
+    assert peak(2) == 2_000 + 2 * 40
+    assert peak(100) == 100 * 160
     for inputs in (1, 7, 1_000):
         with LiveBytes() as meter:
             run(inputs)
-        assert need.at(inputs) == meter.peak
+        assert peak(inputs) == max(meter.trace)
 
 
-def test_a_need_whose_operations_vary_is_bounded() -> None:
+def test_a_peak_whose_operations_vary_is_bounded() -> None:
     """Traces of unlike length: counted per input in full, never too little."""
-    need = Need.of(lambda inputs: [torch.zeros(100) for _ in range(inputs)])
+    peak = peak_bytes(lambda inputs: [torch.zeros(100) for _ in range(inputs)])
     for inputs in (3, 10, 50):
-        assert need.at(inputs) >= 400 * inputs
+        assert peak(inputs) >= 400 * inputs
 
 
 def test_held_bytes_by_hand() -> None:
@@ -86,49 +98,49 @@ def test_held_bytes_by_hand() -> None:
 # -- the budget of a validation ---------------------------------------------------------------------------------------
 
 
-def needs_of(fleet: HostFleet) -> PassMemory:
+def memory_of(fleet: HostFleet) -> ValidationMemory:
     """What its passes need."""
-    _ = fleet.plan
-    return PassMemory(fleet, fleet.batches.validation(), fleet.batches.calibration(fleet.task.calibration_size))
+    fleet.update_plan()
+    return ValidationMemory(fleet, fleet.batches.validation(), fleet.batches.calibration(fleet.task.calibration_size))
 
 
 @KINDS
-def test_needs_are_bounds(kind: Kind) -> None:
+def test_estimates_are_bounds(kind: Kind) -> None:
     """For all rows and for a few, calibrating and scoring: never less than what is alive, nor some times as much."""
     fleet = make_fleet(task_of(kind))
-    needs = needs_of(fleet)
+    memory = memory_of(fleet)
     for envs in (range(8), range(4), range(4, 8)):
         rows, _ = eval_rows(fleet, envs)
         with torch.no_grad(), LiveBytes() as meter:
-            statistics = calibrate(fleet, rows, needs.calibration)
-        assert meter.peak <= needs.calibrating(rows, len(needs.calibration)) <= 5 * meter.peak
+            statistics = calibrate(fleet, rows, memory.calibration)
+        assert max(meter.trace) <= memory.calibrating(rows, len(memory.calibration)) <= 5 * max(meter.trace)
         for inputs in (1, 5, 16):
             with torch.no_grad(), LiveBytes() as meter:
-                score(fleet, rows, needs._some(inputs), statistics)
-            assert meter.peak <= needs.scoring(rows, inputs) <= 5 * meter.peak
+                score(fleet, rows, Samples(*(part[:inputs] for part in memory.samples)), statistics)
+            assert max(meter.trace) <= memory.scoring(rows, inputs) <= 5 * max(meter.trace)
 
 
 def test_what_fits_is_not_divided() -> None:
     """All envs at once, in the largest chunks."""
-    needs = needs_of(make_fleet(task_of("cnn")))
-    assert needs.divide(range(8), 1 << 30) == [(range(8), CHUNK["cpu"])]
+    memory = memory_of(make_fleet(task_of("cnn")))
+    assert memory.divide(range(8), 1 << 30) == [(range(8), CHUNK["cpu"])]
 
 
 @KINDS
 def test_parts_keep_to_the_budget(kind: Kind) -> None:
     """Every env once, in order; what each pass needs is within the budget, and more inputs would not be."""
     fleet = make_fleet(task_of(kind))
-    needs = needs_of(fleet)
+    memory = memory_of(fleet)
     rows, _ = eval_rows(fleet, range(8))
-    budget = needs.calibrating(rows, len(needs.calibration)) * 3 // 4
-    parts = needs.divide(range(8), budget)
+    budget = memory.calibrating(rows, len(memory.calibration)) * 3 // 4
+    parts = memory.divide(range(8), budget)
     assert len(parts) == 2
-    assert [env for part in parts for env in part.envs] == list(range(8))
-    for part in parts:
-        rows, _ = eval_rows(fleet, part.envs)
-        assert needs.calibrating(rows, len(needs.calibration)) <= budget
-        assert needs.scoring(rows, part.chunk) <= budget
-        assert part.chunk == CHUNK["cpu"] or needs.scoring(rows, part.chunk + 1) > budget
+    assert [env for envs, _ in parts for env in envs] == list(range(8))
+    for envs, chunk in parts:
+        rows, _ = eval_rows(fleet, envs)
+        assert memory.calibrating(rows, len(memory.calibration)) <= budget
+        assert memory.scoring(rows, chunk) <= budget
+        assert chunk == CHUNK["cpu"] or memory.scoring(rows, chunk + 1) > budget
 
 
 @KINDS
@@ -139,11 +151,11 @@ def test_a_validation_keeps_to_its_budget(kind: Kind) -> None:
     fleet.validate()
     with torch.no_grad(), LiveBytes() as meter:
         fleet.validate()
-    fleet.validation_bytes = meter.peak * 3 // 4
+    fleet.validation_bytes = max(meter.trace) * 3 // 4
     with torch.no_grad(), LiveBytes() as divided:
         fleet.validate()
     scores = 5 * fleet.n * 4 * len(fleet.batches.validation().targets.flatten())
-    assert divided.peak <= fleet.validation_bytes + scores
+    assert max(divided.trace) <= fleet.validation_bytes + scores
 
 
 def assert_close(mine: RowScore, reference: RowScore) -> None:
@@ -184,7 +196,7 @@ def test_a_fleet_of_one_within_a_budget() -> None:
     """It cannot be divided; its inputs can."""
     fleet = HostFleet(task_of("cnn"), 1, batches=batches_of(task_of("cnn")), validation_bytes=1)
     assert len(fleet.validate().main) == 1
-    assert needs_of(fleet).divide(range(2), 1) == [(range(2), 1)]
+    assert memory_of(fleet).divide(range(2), 1) == [(range(2), 1)]
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -244,7 +256,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, most: int, shortage: Callable[[], Ex
 
 @pytest.mark.parametrize("shortage", SHORTAGES)
 def test_out_of_memory_in_a_minibatch(shortage: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Typed, with what was asked, needed and free, and an N that fits; what torch said is its cause."""
+    """Typed, with what was asked and half of it as the remedy; what torch said is its cause."""
     starve(monkeypatch, 4, shortage)
     fleet = make_fleet(task_of("cnn"))
     with pytest.raises(FleetMemoryError, match="out of memory on cpu while training a minibatch: 8 hosts") as caught:
@@ -252,47 +264,15 @@ def test_out_of_memory_in_a_minibatch(shortage: Callable[[], Exception], monkeyp
     assert isinstance(caught.value, EsperError)
     assert isinstance(caught.value, MemoryError)
     assert type(caught.value.__cause__) is type(shortage())
-    assert re.search(r"need about [\d.]+ [KMG]iB, [\d.]+ [KMG]iB each; ", str(caught.value))
-    assert 1 <= suggested(caught.value) < 8
-
-
-def test_how_many_fit_follows_from_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate is measured: with room for six, four to six are suggested; with room for none, none."""
-    starve(monkeypatch, 4, MemoryError)
-    task = task_of("cnn")
-    small = make_fleet(task, 4, grown=False)
-    with LiveBytes() as meter:
-        small.train_minibatch(small.draw(0), 0.1)
-    four = held_bytes(small, without=[small.batches]) + meter.peak
-    for free, allowed in ((four * 6 // 4, (4, 5, 6)), (100, ())):
-        fleet = make_fleet(task, grown=False)
-        held = held_bytes(fleet, without=[fleet.batches])
-        monkeypatch.setattr("esper.tolaria.memory.free_bytes", lambda _, free=free, held=held: free - held)
-        with pytest.raises(FleetMemoryError) as caught:
-            fleet.train_minibatch(fleet.draw(0), 0.1)
-        if allowed:
-            assert suggested(caught.value) in allowed
-        else:
-            assert "not even one host fits" in str(caught.value)
-
-
-def test_where_nothing_is_known_half_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that does not tell what is free."""
-    starve(monkeypatch, 4, MemoryError)
-    monkeypatch.setattr("esper.tolaria.memory.free_bytes", lambda _: None)
-    fleet = make_fleet(task_of("cnn"))
-    with pytest.raises(FleetMemoryError, match="how much is free is not known") as caught:
-        fleet.train_step()
     assert suggested(caught.value) == 4
 
 
-def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest fleet runs out of memory too."""
+def test_one_host_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet of one cannot be made smaller; its batch can."""
     starve(monkeypatch, 0, MemoryError)
-    for n in (1, 2, 8):
-        fleet = make_fleet(task_of("cnn"), n, grown=False)
-        with pytest.raises(FleetMemoryError, match=rf"{n} hosts of task 'noise'.*not even one host fits"):
-            fleet.train_step()
+    fleet = make_fleet(task_of("cnn"), 1, grown=False)
+    with pytest.raises(FleetMemoryError, match=r"1 hosts of task 'noise' do not fit; use a smaller batch, or a device"):
+        fleet.train_step()
 
 
 def test_out_of_memory_while_building(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +287,7 @@ def test_out_of_memory_while_building(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FleetMemoryError, match="while building the fleet: 8 hosts") as caught:
         make_fleet(task_of("cnn"))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    assert 1 <= suggested(caught.value) < 8
+    assert suggested(caught.value) == 4
 
 
 def test_out_of_memory_for_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +298,7 @@ def test_out_of_memory_for_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     monkeypatch.setattr(type(task), "load_batches", hungry)
-    with pytest.raises(FleetMemoryError, match=r"while loading the data.*not even one host fits"):
+    with pytest.raises(FleetMemoryError, match=r"while loading the data.*or a device with more memory"):
         HostFleet(task, 8)
 
 
@@ -397,11 +377,11 @@ def test_memory_does_not_grow() -> None:
     """Two hundred edits and snapshots hold what forty do."""
     fleet, chance = make_fleet(task_of("cnn"), grown=False), random.Random(3)
     live(fleet, 40, chance)
-    early, snapshots = held_bytes(fleet), fleet.snapshots.bytes()
+    early, snapshots = held_bytes(fleet), held_bytes(fleet.snapshots._tensors)
     assert len(fleet.banks) == 4, "not all banks were met early"
     live(fleet, 160, chance)
     assert held_bytes(fleet) == pytest.approx(early, rel=0.05)
-    assert fleet.snapshots.bytes() == snapshots
+    assert held_bytes(fleet.snapshots._tensors) == snapshots
 
 
 def test_a_leak_would_show() -> None:
@@ -424,13 +404,13 @@ def test_memory_does_not_grow_on_cuda() -> None:
     device = torch.device("cuda")
     task = task_of("cnn")
     fleet = HostFleet(task, 8, device, batches=batches_of(task, device), config=AT_ONCE)
-    fleet.graphs = MinibatchGraphs(fleet, kept=2)
+    fleet.graphs = MinibatchGraphs(fleet, capacity=2)
     chance = random.Random(3)
     for _ in range(10):
         live(fleet, 40, chance)
-        if fleet.graphs.captures > fleet.graphs.kept:
+        if fleet.graphs.captures > fleet.graphs.capacity:
             break
-    assert fleet.graphs.captures > fleet.graphs.kept, "graphs do not come and go"
+    assert fleet.graphs.captures > fleet.graphs.capacity, "graphs do not come and go"
     forget_gradients(fleet)
     early, allocated = held_bytes(fleet, device), torch.cuda.memory_allocated(device)
     live(fleet, 160, chance)
@@ -458,26 +438,29 @@ def test_a_budget_is_kept_on_cuda() -> None:
 
 @pytest.mark.gpu
 def test_out_of_memory_on_cuda() -> None:
-    """A real shortage, as torch may use a part of the device only; a fleet of the size that is suggested trains."""
+    """A real shortage, as torch may use a part of the device only; halving as suggested ends in a fleet that trains."""
     device = torch.device("cuda:0")
     task = replace(task_of("cnn"), batch=128)
     batches = batches_of(task, device)
 
-    def train(n: int) -> None:
-        HostFleet(task, n, device, batches=batches, graphs=False).train_step()
+    def train(n: int) -> int | None:
+        try:
+            HostFleet(task, n, device, batches=batches, graphs=False).train_step()
+        except FleetMemoryError as error:
+            assert "out of memory on cuda:0 while" in str(error)
+            assert isinstance(error.__cause__, torch.OutOfMemoryError)
+            return suggested(error)
+        return None
 
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + (256 << 20)) / total, device)
     try:
-        with pytest.raises(FleetMemoryError, match="out of memory on cuda:0 while") as caught:
-            train(2048)
-        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-        fits = suggested(caught.value)
-        assert 2 <= fits < 2048
-        del caught
-        gc.collect()
-        train(fits)
+        sizes = [2048]
+        while (smaller := train(sizes[-1])) is not None:
+            sizes.append(smaller)
+            gc.collect()
+        assert 2 <= len(sizes) <= 10
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

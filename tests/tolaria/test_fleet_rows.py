@@ -11,7 +11,7 @@ from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet
 from esper.tolaria.banks import Bank, bucket
-from esper.tolaria.rows import START, Act, PassPlan, Rows
+from esper.tolaria.rows import START, Act, Rows
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def acting(acts: dict[int, list[Act]]) -> list[tuple[int, str, str, int]]:
 
 def test_a_bare_fleet_has_main_rows_alone() -> None:
     """One row per env, from the input on; nothing acts."""
-    main, shadow, acts = bare().plan
+    main, shadow, acts = bare().update_plan()
     assert shadow is None
     assert main.acts == acts == {}
     assert main.env.tolist() == list(range(8))
@@ -75,7 +75,7 @@ def test_a_bare_fleet_has_main_rows_alone() -> None:
 def test_a_fleet_of_one_carries_a_second_row() -> None:
     """Kernels for a single row round differently."""
     fleet = bare(1)
-    assert len(fleet.plan[0]) == 2
+    assert len(fleet.update_plan()[0]) == 2
     assert fleet.train_step().shape == (1,)
     assert len(fleet.validate().main) == 1
 
@@ -84,7 +84,7 @@ def test_a_seed_that_waits_costs_nothing() -> None:
     """GERMINATED: no shadow row, no act."""
     fleet = bare()
     bring(fleet, 3, "r1c0", SeedStage.GERMINATED)
-    main, shadow, acts = fleet.plan
+    main, shadow, acts = fleet.update_plan()
     assert shadow is None
     assert main.acts == acts == {}
 
@@ -93,7 +93,7 @@ def test_a_seed_that_trains_has_a_shadow_row() -> None:
     """Born at its slot from its own env, padded to a bucket of four; the main rows do not know of it."""
     fleet = bare()
     bring(fleet, 3, "r1c1", SeedStage.TRAINING)
-    main, shadow, acts = fleet.plan
+    main, shadow, acts = fleet.update_plan()
     assert main.acts == {}
     assert shadow is not None
     assert shadow.valid is not None
@@ -111,7 +111,7 @@ def test_a_seed_that_acts_is_in_the_main_row_alone() -> None:
     """BLENDING: at its alpha, no shadow row."""
     fleet = bare()
     bring(fleet, 3, "r1c1", SeedStage.BLENDING)
-    main, shadow, acts = fleet.plan
+    main, shadow, acts = fleet.update_plan()
     assert shadow is None
     place = fleet.places["r1c1"]
     assert acting(main.acts) == acting(acts) == [(place, "r1c1", "conv_light", 3)]
@@ -126,7 +126,7 @@ def test_shadows_of_all_slots_are_one_pass() -> None:
         bring(fleet, env, "r1c2", SeedStage.TRAINING)
     bring(fleet, 6, "r1c0", SeedStage.TRAINING, "norm")
     bring(fleet, 6, "r1c1", SeedStage.BLENDING, "depthwise")
-    _, shadow, acts = fleet.plan
+    _, shadow, acts = fleet.update_plan()
     assert shadow is not None
     assert shadow.valid is not None
     assert [(birth.place, len(birth.parents)) for birth in shadow.births] == [
@@ -148,7 +148,7 @@ def test_shadows_of_all_slots_are_one_pass() -> None:
 def test_only_training_seeds_are_paid_for() -> None:
     """The grown fleet: a valid shadow row for each of its TRAINING seeds, a main act for each that acts, no more."""
     fleet = make_fleet(task_of("cnn"))
-    main, shadow, acts = fleet.plan
+    main, shadow, acts = fleet.update_plan()
     slots = fleet.task.slot_ids
     training = [(s.env, s.slot) for s in SEEDLINGS["cnn"] if s.stage is SeedStage.TRAINING]
     active = sorted((s.env, slots[s.slot]) for s in SEEDLINGS["cnn"] if s.stage in ACTIVE_STAGES)
@@ -182,12 +182,12 @@ def test_evaluation_rows() -> None:
 def test_the_plan_stays_until_something_changes() -> None:
     """Rows are planned once per structure."""
     fleet = make_fleet(task_of("cnn"))
-    before = fleet.plan
+    before = fleet.update_plan()
     fleet.train_step()
     fleet.validate()
-    assert fleet.plan is before
+    assert fleet.update_plan() is before
     fleet.prune(4, "r1c0")
-    assert fleet.plan is not before
+    assert fleet.update_plan() is not before
 
 
 @pytest.fixture
@@ -213,17 +213,17 @@ def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = bare()
     walks: list[tuple[int, int]] = []
     effects: list[str] = []
-    walk, effect = fleet.host.train, Bank.effect
+    walk, effect = fleet.host.run, Bank.effect
 
-    def noting(plan: PassPlan, x: Tensor) -> object:
-        walks.append((len(x), 0 if plan.shadow is None else len(plan.shadow)))
-        return walk(plan, x)
+    def noting(rows: Rows, x: Tensor, *, train: bool, shadow: Rows | None) -> object:
+        walks.append((len(rows), 0 if shadow is None else len(shadow)))
+        return walk(rows, x, train=train, shadow=shadow)
 
     def acting_once(bank: Bank, *arguments: Tensor) -> Tensor:
         effects.append(f"{bank.slot.slot_id} {bank.blueprint}")
         return effect(bank, *arguments)
 
-    monkeypatch.setattr(fleet.host, "train", noting)
+    monkeypatch.setattr(fleet.host, "run", noting)
     monkeypatch.setattr(Bank, "effect", acting_once)
     samples = fleet.draw(0)
     fleet.train_minibatch(samples, 0.1)

@@ -104,7 +104,7 @@ def test_validation_counts_at_once() -> None:
     assert governor.verdicts() == [Panic(0, (Symptom.NOT_FINITE,))]
 
 
-@pytest.mark.parametrize("settings", [{"memory": 0.0}, {"memory": 1.0}, {"patience": 0}, {"warmup": 0}])
+@pytest.mark.parametrize("settings", [{"decay": 0.0}, {"decay": 1.0}, {"patience": 0}, {"warmup": 0}])
 def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
     """Named with what is allowed."""
     with pytest.raises(BadValueError):

@@ -10,8 +10,8 @@ from esper.kasmina import BlueprintRegistry, Host
 from esper.kasmina.layers import Scale
 from esper.leyline import derive_seed
 from esper.tolaria import HostFleet, get_task
-from esper.tolaria.fleet import row_losses
-from esper.tolaria.probing import Prober
+from esper.tolaria.measurement import Prober
+from esper.tolaria.passes import row_losses
 
 
 def make_fleet(name: str = "digits_varied", n: int = 6) -> HostFleet:
@@ -87,8 +87,8 @@ def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
         (gradient,) = torch.autograd.grad(loss, born)
         norms.append(float(gradient.norm()))
     # Offers are relative to each env's largest; this is what they are before that.
-    done = fleet.host.run(fleet.plan.main, inputs, train=True, tapped=fleet.places.values())
+    done = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=fleet.places.values())
     stream = done.taps[fleet.places[slot_id]]
     (g,) = torch.autograd.grad(row_losses(done.output, targets).sum(), [stream])
-    raw = Prober(fleet)._offers(slot_id, stream.detach(), g)[:3, names.index(blueprint)]
+    raw = Prober(fleet)._worths(slot_id, stream.detach(), g)[:3, names.index(blueprint)]
     assert raw.tolist() == pytest.approx(norms, rel=1e-3)

@@ -402,7 +402,7 @@ def test_register() -> None:
     assert TaskRegistry.register(task) is task
     assert get_task("mine") is task
     assert TaskRegistry.names() == [*TABLE, "mine"]
-    with pytest.raises(BadValueError, match="a task 'mine' is registered already"):
+    with pytest.raises(BadValueError, match="task 'mine' is already registered"):
         TaskRegistry.register(replace(task, classes=3))
     assert get_task("mine").classes == 100
 

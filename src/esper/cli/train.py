@@ -1,63 +1,139 @@
 """`esper train`."""
 
 import signal
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
+from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
-from esper.simic.training.config import TrainConfig
+from esper.simic.rewards.config import Family
+from esper.simic.training.config import TrainConfig, read_settings
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 from esper.storage.series import KEEP
 
+DEFAULT, OUT = TrainConfig(), Path("runs/train")
+
+
+def flag(kind: Any, default: object = None) -> Any:  # Any: a type, and tyro's description of a flag
+    """A flag that is None unless it was given; the help shows the default that holds then."""
+    return tyro.conf.arg(constructor=kind, help_behavior_hint="" if default is None else f"(default: {default})")
+
 
 @dataclass(frozen=True)
-class TrainCommand(TrainConfig):
-    """Train a controller on fresh hosts, round after round; writes a run folder."""
+class PPOFlags:
+    """Frequent settings of PPO; `--config` sets the others."""
 
-    out: Path = Path("runs/train")
-    """Folder of the run; it must not hold another."""
-    resume: Path | None = None
-    """Go on with this run instead, as it was configured (but for --data-dir), from its last complete round."""
+    epochs: Annotated[int | None, flag(int, DEFAULT.ppo.epochs)] = None
+    """Passes over a round in one update."""
+    rate: Annotated[float | None, flag(float, DEFAULT.ppo.rate)] = None
+    """Learning rate."""
+    rate_end: Annotated[float | None, flag(float, DEFAULT.ppo.rate_end)] = None
+    """Share of the learning rate at the end of the run."""
+    target_kl: Annotated[float | None, flag(float, DEFAULT.ppo.target_kl)] = None
+    """KL at 1.5 times which an update stops."""
+    entropy: Annotated[float | None, flag(float, DEFAULT.ppo.entropy)] = None
+    """Coefficient of the entropy bonus."""
+    entropy_end: Annotated[float | None, flag(float, DEFAULT.ppo.entropy_end)] = None
+    """Share of it at the end of the run."""
+    explore: Annotated[float | None, flag(float, DEFAULT.ppo.explore)] = None
+    """Share of uniform choices at the start of the run."""
+
+
+@dataclass(frozen=True)
+class RewardFlags:
+    """Frequent settings of the reward; `--config` sets the others."""
+
+    family: Annotated[Family | None, flag(Family, DEFAULT.reward.family)] = None
+    """Reward function."""
+    rho: Annotated[float | None, flag(float, DEFAULT.reward.rho)] = None
+    """Rent in points per doubling of the host."""
+    commit_price: Annotated[float | None, flag(float, DEFAULT.reward.commit_price)] = None
+    """Points that a host's first commit costs in addition; the second costs twice that, and so on."""
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a controller on fresh hosts, round after round. Writes a run folder."""
+
+    task: Annotated[str | None, flag(str, DEFAULT.task)] = None
+    """Task of the hosts. Several tasks, separated by commas, share one policy."""
+    rounds: Annotated[int | None, flag(int, DEFAULT.rounds)] = None
+    """Rounds: an episode of all hosts each, then an update of the policy."""
+    hosts: Annotated[int | None, flag(int, DEFAULT.hosts)] = None
+    """Hosts per round, controls included, divided equally among the tasks."""
+    members: Annotated[int | None, flag(int, DEFAULT.members)] = None
+    """Hosts per group, without its control."""
+    seed: Annotated[int | None, flag(int, DEFAULT.seed)] = None
+    """Random seed of the run."""
+    out: Annotated[Path | None, flag(Path, OUT)] = None
+    """Output folder. Must not already contain a run."""
+    resume: Annotated[Path | None, flag(Path)] = None
+    """Resume this run from its last complete round. Only --data-dir may differ."""
+    config: Annotated[Path | None, flag(Path)] = None
+    """TOML file with any settings, e.g. `[ppo]` and `epochs = 8`. Flags win over the file."""
+    start: Annotated[Path | None, flag(Path)] = None
+    """Run whose trained controller this run starts with."""
+    preset: Annotated[str | None, flag(str, DEFAULT.preset)] = None
+    """Heads and ops of the controller: core or full."""
+    sensing: Annotated[bool | None, flag(bool, DEFAULT.sensing)] = None
+    """Whether the controller sees the probes of empty slots."""
+    isolation: Annotated[Isolation | None, flag(Isolation, DEFAULT.isolation)] = None
+    """How seeds in TRAINING learn: in a shadow row, or through the main row."""
+    device: Annotated[str | None, flag(str, DEFAULT.device)] = None
+    """Device of hosts and policy."""
+    threads: Annotated[int | None, flag(int, DEFAULT.threads)] = None
+    """Threads of torch on the CPU; small hosts gain nothing from more."""
+    data_dir: Annotated[Path | None, flag(Path)] = None
+    """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
+    keep_checkpoints: Annotated[int | None, flag(int, KEEP)] = None
+    """Number of newest checkpoints to keep."""
+    profile: Annotated[Path | None, flag(Path)] = None
+    """Folder for a trace of every operator of one round, the second from now (chrome://tracing, Perfetto)."""
     sinks: tyro.conf.OmitArgPrefixes[SinkSettings] = field(default_factory=SinkSettings)
-    profile: Path | None = None
-    """Folder for a trace of every operator of one round, the second from here on (chrome://tracing, Perfetto)."""
-    keep_checkpoints: int = KEEP
-    """How many of the newest checkpoints to keep."""
+    ppo: PPOFlags = field(default_factory=PPOFlags)
+    reward: RewardFlags = field(default_factory=RewardFlags)
 
     def run(self, console: Console) -> None:
-        """Train, with a progress bar; Ctrl-C ends after the last complete round."""
-        if self.resume is not None:
-            trainer = Trainer(
-                self._resumed(self.resume), self.resume, resume=True, sinks=self.sinks, profile=self.profile
-            )
+        """Train with a progress bar. Ctrl-C ends after the last complete round."""
+        if self.resume is None:
+            keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
+            out = OUT if self.out is None else self.out
+            trainer = Trainer(self.settings(), out, sinks=self.sinks, profile=self.profile, keep_checkpoints=keep)
         else:
-            config = TrainConfig(**{each.name: getattr(self, each.name) for each in fields(TrainConfig)})
-            trainer = Trainer(
-                config, self.out, sinks=self.sinks, profile=self.profile, keep_checkpoints=self.keep_checkpoints
-            )
+            config = self._resumed(self.resume)
+            trainer = Trainer(config, self.resume, resume=True, sinks=self.sinks, profile=self.profile)
         trainer.run()
         console.print(
             f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}", highlight=False
         )
-        if trainer.round < trainer.config.rounds:  # whoever runs this in a script should not take it for complete
+        if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
             raise SystemExit(128 + signal.SIGINT)
 
+    def settings(self) -> TrainConfig:
+        """The defaults, changed by the file, then by the flags."""
+        config = DEFAULT if self.config is None else read_settings(self.config)
+        given = {name: value for name, value in _given(self).items() if name in {f.name for f in fields(TrainConfig)}}
+        given |= {name: replace(getattr(config, name), **_given(getattr(self, name))) for name in ("ppo", "reward")}
+        return replace(config, **given)
+
     def _resumed(self, folder: Path) -> TrainConfig:
-        """As the run was configured; only where its data lie may be another place."""
-        new = {each.name: getattr(self, each.name) for each in fields(TrainCommand)}
-        like = asdict(TrainConfig()) | {"out": TrainCommand.out, "keep_checkpoints": KEEP}
-        given = [name for name, default in like.items() if name != "data_dir" and _plain(new[name]) != default]
-        if given:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise BadValueError(f"--resume goes on with {folder} as it was configured; leave {flags} away")
+        """The settings of a run to resume; only its data folder may differ."""
+        names = set(_given(self)) - {"resume", "data_dir", "profile", "sinks", "ppo", "reward"}
+        names |= {f"{group}.{name}" for group in ("ppo", "reward") for name in _given(getattr(self, group))}
+        if names:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
+            raise BadValueError(f"--resume continues {folder} with its own settings; omit {flags}")
         config = read_config(folder)
         return config if self.data_dir is None else replace(config, data_dir=self.data_dir)
 
 
-def _plain(value: object) -> object:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+def _given(flags: Any) -> dict[str, Any]:  # Any: a dataclass of flags, and their values
+    """The flags that were given."""
+    values = {each.name: getattr(flags, each.name) for each in fields(flags)}
+    return {name: value for name, value in values.items() if value is not None}

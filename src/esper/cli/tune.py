@@ -6,35 +6,36 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from esper.simic.tuning.tune import EPISODES, Tuned, check_free, tune, write_tuned
+from esper.simic.tuning.tune import EPISODES, check_free, tune, write_tuned
 from esper.tamiyo.policies import HeuristicConfig, Plan
 from esper.tamiyo.policies.shipped import TunedKind
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """Search a fixed schedule, or the heuristic's thresholds, with a stated number of episodes; writes one file."""
+    """Search a schedule, or the heuristic's thresholds, with a stated number of episodes; writes one file."""
 
     out: Path
     """File to write; it must not exist. Evaluate it as schedule:FILE or heuristic:FILE."""
     task: str = "digits_blind"
-    """Task whose hosts it is searched on; they are of a range that training and evaluation never use."""
+    """Task to search on. Its hosts are of a range that training and evaluation never use."""
     kind: TunedKind = "schedule"
-    """What is searched."""
+    """What to search."""
     episodes: int = EPISODES
-    """Most episodes to run; controls come on top. The default is what `esper train` uses by default."""
+    """Most episodes to run, not counting controls. The default is what `esper train` uses by default."""
     seed: int = 0
-    """Everything random follows from it."""
+    """Random seed of the search."""
     preset: str = "core"
     """Heads and ops of the policy: core or full."""
     workers: int = 1
-    """Processes that share the work, of one thread each."""
+    """Number of processes, of one thread each."""
     device: str = "cpu"
+    """Device of the hosts, such as cpu or cuda:0."""
     data_dir: Path | None = None
-    """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""
+    """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
 
     def run(self, console: Console) -> None:
-        """Search, write, say what was found."""
+        """Search, write the file, print the result."""
         torch.set_num_threads(1)
         check_free(self.out)
         tuned = tune(
@@ -48,24 +49,19 @@ class TuneCommand:
             workers=self.workers,
         )
         write_tuned(self.out, tuned)
-        console.print(_told(tuned), highlight=False)
-        console.print(f"{self.out} holds it; evaluate it as {self.kind}:{self.out}", highlight=False)
+        console.print(
+            f"{tuned.used} of {tuned.budget} episodes on {tuned.task}: {_describe(tuned.best)} (objective "
+            f"{tuned.objective:+.2f} on the finalists' hosts)",
+            highlight=False,
+        )
+        console.print(f"Written to {self.out}; evaluate it as {self.kind}:{self.out}", highlight=False)
 
 
-def _told(tuned: Tuned) -> str:
-    """What was found, and how well it did where the finalists met."""
-    spent = f"{tuned.used} of {tuned.budget} episodes on {tuned.task}"
-    return f"{spent}: {_described(tuned.best)} (objective {tuned.objective:+.2f} on the finalists' hosts)"
-
-
-def _described(best: Plan | HeuristicConfig) -> str:
+def _describe(best: Plan | HeuristicConfig) -> str:
     if isinstance(best, Plan):
         seeds = [f"{seed.blueprint} in {seed.slot} at step {seed.germinate_at}" for seed in best.seeds]
-        return ", then ".join(seeds) or "wait, no plan gained anything"
+        return ", then ".join(seeds) or "wait, because no plan gained anything"
     default = asdict(HeuristicConfig())
-    changed = [f"{name} {_short(value)}" for name, value in asdict(best).items() if value != default[name]]
-    return ", ".join(changed) or "the default thresholds, nothing did better"
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    changes = [(name, value) for name, value in asdict(best).items() if value != default[name]]
+    texts = (f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in changes)
+    return ", ".join(texts) or "the default thresholds, because nothing was better"

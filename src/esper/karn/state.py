@@ -203,8 +203,13 @@ class RunState:
 def read_run(path: Path, shown: int | None = None) -> RunState:
     """Fold the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
-    versions = (header.optional_text(name) for name in ("git", "torch"))
-    state = RunState(path, header.inside("config").content, *versions, shown)
+    state = RunState(
+        path,
+        header.inside("config").content,
+        git=header.optional_text("git"),
+        torch=header.optional_text("torch"),
+        detail_round=shown,
+    )
     for _, line in metric_lines(path):
         state.fold_metrics(line)
     if not state.rounds:

@@ -1,9 +1,9 @@
-"""The host, and what grows in it."""
+"""Hosts, and the seeds that grow in them."""
 
 from esper.kasmina.attach import attach
 from esper.kasmina.blending import AlphaController
-from esper.kasmina.blueprints import BlueprintRegistry, BlueprintReport, BlueprintSpec, check_blueprint
-from esper.kasmina.check import HostReport, check_host
+from esper.kasmina.blueprints import BlueprintRegistry, BlueprintSpec
+from esper.kasmina.check import BlueprintReport, HostReport, check_blueprint, check_host
 from esper.kasmina.compare import Comparison, cross_entropy
 from esper.kasmina.gates import GateThresholds
 from esper.kasmina.hosts import CNNHost, GPTHost, Host, Segment

@@ -1,4 +1,4 @@
-"""How a seed joins its host: the schedule of alpha, and the styles of blending."""
+"""How a seed joins its host: alpha schedules and blending styles."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from esper.leyline import ALPHA_CURVES, BLEND_STYLES, BadValueError, SlotSpec, S
 
 
 def curve_value(curve: str, t: float) -> float:
-    """The share of the way covered after the share t of the time; 0 at 0, 1 at 1, monotone between.
+    """Progress of a ramp at time t, both from 0 to 1; monotone.
 
     linear t; cosine (1 − cos πt)/2; sigmoid<k> (σ(k(t − ½)) − σ(−k/2)) / (σ(k/2) − σ(−k/2)).
     """
@@ -26,7 +26,7 @@ def curve_value(curve: str, t: float) -> float:
 
 @dataclass(frozen=True)
 class AlphaController:
-    """Where alpha is and where it goes. Immutable: `retarget` and `step` return the next one."""
+    """The value of alpha and its ramp. Immutable: `retarget` and `step` return the next one."""
 
     alpha: float = 0.0
     start: float = 0.0
@@ -42,15 +42,15 @@ class AlphaController:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise BadValueError(f"{name} {getattr(self, name)} is not in [0, 1]")
         if self.steps < 0 or not 0 <= self.done <= self.steps:
-            raise BadValueError(f"step {self.done} of {self.steps} is not a place in a schedule")
+            raise BadValueError(f"step {self.done} of {self.steps} is not a step of a ramp")
 
     @property
     def holding(self) -> bool:
-        """No ramp is under way."""
+        """Whether no ramp is in progress."""
         return self.done == self.steps
 
     def retarget(self, target: float, steps: int, curve: str = "linear") -> "AlphaController":
-        """Begin a ramp of so many steps from here; with 0 steps alpha is at the target at once."""
+        """Start a ramp to `target`. With 0 steps alpha jumps there at once."""
         if not self.holding:
             raise StageError(
                 f"alpha is on its way to {self.target}, step {self.done} of {self.steps}: wait until it holds"
@@ -59,7 +59,7 @@ class AlphaController:
         return begun if steps else replace(begun, alpha=target)
 
     def step(self) -> "AlphaController":
-        """One step along the ramp; the last one lands on the target exactly. Holding, nothing moves."""
+        """One step along the ramp; the last one hits the target exactly. Does nothing while alpha holds."""
         if self.holding:
             return self
         done = self.done + 1
@@ -71,41 +71,40 @@ class AlphaController:
 
 
 GATE_BIAS = 2.0
-"""sigmoid(2) = 0.88: a gated seed starts out almost like an added one."""
+"""sigmoid(2) = 0.88: at first a gated seed acts almost like an added one."""
 
 
 class BlendGate(nn.Module):
-    """One number in (0, 1) per sample, from the mean of h over pixels or tokens."""
+    """One factor in (0, 1) per sample, from the mean of h over pixels or tokens."""
 
     def __init__(self, width: int, topology: str) -> None:
         super().__init__()
         self.pooled = {"image": (-2, -1), "tokens": (-2,), "vector": ()}[topology]
         self.linear = Linear(width, 1)
         nn.init.zeros_(self.linear.weight)
-        for bias in self.linear.parameters(recurse=False):
-            if bias.dim() == 1:
-                nn.init.constant_(bias, GATE_BIAS)
+        if self.linear.bias is not None:
+            nn.init.constant_(self.linear.bias, GATE_BIAS)
 
     def forward(self, h: Tensor) -> Tensor:
-        """h of any topology → one number per sample, with axes to multiply h."""
+        """h of any topology → one factor per sample, shaped to multiply h."""
         gate = torch.sigmoid(self.linear(h.mean(self.pooled) if self.pooled else h))
         return gate.reshape(*gate.shape, *[1] * len(self.pooled))
 
 
 def gate_parameters(style: str, width: int) -> int:
-    """What a style costs beside the seed."""
+    """Parameters that a style adds to the seed."""
     return width + 1 if style == "gate" else 0
 
 
 def make_gate(style: str, spec: SlotSpec) -> BlendGate | None:
-    """The gate that a style needs, or None."""
+    """The gate of a style, or None if it has none."""
     if style not in BLEND_STYLES:
         raise UnknownNameError("blending style", style, BLEND_STYLES)
     return BlendGate(spec.width, spec.topology) if style == "gate" else None
 
 
 def blend(h: Tensor, delta: Tensor, alpha: Tensor | float, style: str, gate: BlendGate | None = None) -> Tensor:
-    """The stream with the seed acting at `alpha`: a number, or a tensor that broadcasts against h."""
+    """The stream with the seed acting at `alpha`, a number or a tensor that broadcasts against h."""
     if style == "add":
         return h + alpha * delta
     if style == "multiply":

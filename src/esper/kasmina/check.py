@@ -1,17 +1,24 @@
-"""Whether a host is sound, and how several copies of it can run at once: a check that users can call on their own.
+"""Contracts that users can check themselves: `check_blueprint` for seeds, `check_host` for hosts.
 
-1. the segments line up, each slot's declaration is what passes there, and no segment has a state of its own: it writes
-   no buffer, and goes by the argument `train` rather than by its mode;
-2. nothing in it draws random numbers while it trains (no dropout in a fleet);
-3. every trainable parameter gets a gradient that is finite and not zero;
-4. rows: three copies with different weights give, run at once, what they give one by one.
+Clauses for a blueprint:
+1. Residual: Δ(h) has the shape of h.
+2. Identity at birth: Δ(h) is exactly zero.
+3. Alive: every parameter gets a gradient that matters.
+4. Count: it has as many parameters as it states.
+5. Stateless: a forward pass in training mode writes no buffer and draws no random number.
+
+Clauses for a host:
+1. Its segments and slots fit together, and no segment writes buffers or depends on its own mode.
+2. It draws no random numbers in training.
+3. Every trainable parameter gets a finite, non-zero gradient.
+4. Three copies with different weights give the same results at once as one by one.
 """
 
 import copy
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -20,22 +27,139 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
+from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.compare import cross_entropy
 from esper.kasmina.hosts import Host, refuse_state
-from esper.kasmina.random_state import RandomState, random_state_kept
-from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS
-from esper.leyline import BadValueError, HostMismatchError, SlotSpec
+from esper.kasmina.layers import cloned_buffers, count_parameters
+from esper.kasmina.slot import TOPOLOGY_OF_AXES, WIDTH_AXIS, RandomState, fork_rng
+from esper.leyline import BadValueError, BlueprintContractError, HostMismatchError, SlotSpec, Topology
+from esper.leyline.numbers import require_whole
+
+ALIVE_RATIO = 1e-6
+"""A parameter is dead if its gradient norm never exceeds this share of the largest …"""
+HOST_ALIVE_RATIO = 1e-9
+"""… or, in hosts in float64, this share; with fewer digits, rounding leaves more of a gradient that cancels."""
+BATCHES = 3
+"""Batches in a check of gradients: a layer behind a zero-initialised one gets its first gradient in the second."""
+
+
+def _gradient_norms(module: nn.Module, step_size: float, losses: Iterable[Callable[[], Tensor]]) -> dict[str, float]:
+    """Largest gradient norm of each parameter, with an SGD step per loss; infinite if one was not finite."""
+    norms = dict.fromkeys(dict(module.named_parameters()), 0.0)
+    optimiser = torch.optim.SGD(module.parameters(), lr=step_size)
+    for loss in losses:
+        optimiser.zero_grad()
+        loss().backward()
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                norm = float(parameter.grad.norm())
+                norms[name] = max(norms[name], norm if math.isfinite(norm) else math.inf)
+        optimiser.step()
+    return norms
+
+
+def _written(module: nn.Module, before: dict[str, Tensor]) -> str:
+    """Names of the buffers that differ from `before`."""
+    return ", ".join(name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name]))
+
+
+# -- blueprints -------------------------------------------------------------------------------------------------------
+
+BLUEPRINT_BATCH = 8
+BLUEPRINT_STEP_SIZE = 0.05
+TARGET_SEED = 1_000_000_007
+RESOLUTION: dict[Topology, int] = {"image": 6, "tokens": 5, "vector": 5}
+
+
+class BlueprintReport(NamedTuple):
+    """Parameter count, and the parameter with the smallest gradient relative to the largest."""
+
+    parameters: int
+    weakest: str
+    weakest_ratio: float
+
+
+def check_blueprint(
+    topology: Topology, name: str, width: int, *, resolution: int | None = None, seeds: int = 20
+) -> BlueprintReport:
+    """Check a registered blueprint at a width. Raises `BlueprintContractError`, which names the broken clause."""
+    require_whole("seeds", seeds, 1, remark=": each is a fresh set of weights to check")
+    spec = BlueprintRegistry.spec(topology, name)
+    side = max(RESOLUTION[topology], spec.min_resolution) if resolution is None else resolution
+    if problem := spec.misfit(width, side):
+        raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
+    label = f"{topology} blueprint {name!r} at width {width}"
+    ratios: dict[str, float] = {}
+    for rng_seed in range(seeds):
+        module = BlueprintRegistry.build(topology, name, width, resolution=side, rng_seed=rng_seed).double()
+        # Activations are signed or, behind a ReLU, non-negative: a seed must live on both.
+        for positive in (False, True):
+            batches = _batches(topology, width, side, rng_seed, positive)
+            with fork_rng(module):
+                _check_birth(module, batches[0], label)
+                norms = _blueprint_norms(copy.deepcopy(module), batches, rng_seed)
+            finite = {parameter: norm if norm < math.inf else 0.0 for parameter, norm in norms.items()}
+            largest = max(finite.values()) or math.inf
+            for parameter, norm in finite.items():
+                ratios[parameter] = min(norm / largest, ratios.get(parameter, math.inf))
+    weakest = min(ratios, key=lambda parameter: ratios[parameter])
+    if ratios[weakest] <= ALIVE_RATIO:
+        raise BlueprintContractError(
+            f"{label} breaks clause 3 (alive): the gradient of {weakest!r} is {ratios[weakest]:.1e} of the largest "
+            f"on one of {seeds} seeds; it must exceed {ALIVE_RATIO:.0e}. Look for a zero-initialised layer under a "
+            "norm or ReLU, a bias before a norm, or a parameter that forward does not use"
+        )
+    return BlueprintReport(spec.count(width), weakest, ratios[weakest])
+
+
+def _batches(topology: Topology, width: int, side: int, rng_seed: int, positive: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1_000_003 * rng_seed + positive)
+    shape = {"image": (width, side, side), "tokens": (side, width), "vector": (width,)}[topology]
+    draws = [torch.randn(BLUEPRINT_BATCH, *shape, generator=generator, dtype=torch.float64) for _ in range(BATCHES)]
+    return [draw.relu() for draw in draws] if positive else draws
+
+
+@torch.no_grad()
+def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
+    """Clauses 5, 1 and 2."""
+    copied = copy.deepcopy(module).train()
+    before, stream = cloned_buffers(copied), RandomState.of(copied)
+    copied(h)
+    if written := _written(copied, before):
+        raise BlueprintContractError(
+            f"{label} breaks clause 5 (stateless): forward writes {written}, even in rows that must not write. "
+            "Use GroupNorm or LayerNorm instead of BatchNorm"
+        )
+    if not stream.equals(RandomState.of(copied)):
+        raise BlueprintContractError(
+            f"{label} breaks clause 5 (stateless): forward draws random numbers, and so would change those of the "
+            "host. Omit dropout"
+        )
+    delta = module(h)
+    if not isinstance(delta, Tensor) or delta.shape != h.shape:
+        given = tuple(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
+        raise BlueprintContractError(f"{label} breaks clause 1 (residual): Δ is {given}, h is {tuple(h.shape)}")
+    if not torch.equal(delta, torch.zeros_like(delta)):
+        raise BlueprintContractError(
+            f"{label} breaks clause 2 (identity at birth): |Δ| reaches {delta.abs().max():.3g}, it must be exactly 0. "
+            "End it in a zero-initialised Scale, after the last nonlinearity and norm"
+        )
+
+
+def _blueprint_norms(module: nn.Module, batches: list[Tensor], rng_seed: int) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(rng_seed + TARGET_SEED)
+    target = torch.randn(batches[0].shape, generator=generator, dtype=torch.float64)
+    losses = (lambda h=h: (h + module(h) - target).square().mean() for h in batches)
+    return _gradient_norms(module, BLUEPRINT_STEP_SIZE, losses)
+
+
+# -- hosts ------------------------------------------------------------------------------------------------------------
 
 ROWS = 3
-BATCH = 4
-BATCHES = 3
-STEP_SIZE = 0.01
+HOST_BATCH = 4
+HOST_STEP_SIZE = 0.01
 PERTURBATION = 0.05
-"""How far the weights of the three copies are moved apart."""
-ALIVE_RATIO = 1e-9
-"""A parameter is dead when its gradient norm never exceeds this share of the host's largest, in float64 …"""
-ROUGH_ALIVE_RATIO = 1e-6
-"""… and in dtypes with fewer digits this share: above what rounding leaves of a gradient that cancels."""
+"""Size of the differences between the weights of the three copies."""
 
 RowKind = Literal["native", "vmap", "fallback", "error"]
 _FALLBACK = re.compile(r"batching rule for (\S+?)[.,]?\s")
@@ -43,75 +167,70 @@ _FALLBACK = re.compile(r"batching rule for (\S+?)[.,]?\s")
 
 @dataclass(frozen=True)
 class HostReport:
-    """What `check_host` found."""
+    """Result of `check_host`."""
 
     rows: RowKind
-    """How a fleet can run it: by its row-aware layers, by vmap, by vmap with slow ops, or not at all."""
+    """How a fleet can run it: by row-aware layers, by vmap, by vmap with slow ops, or not at all."""
     detail: str
-    """`vectorised`, which op falls back, or what went wrong."""
+    """`vectorised`, the op that falls back, or the error."""
     parameters: int
     slots: tuple[str, ...]
-    """Ids of the slots that the host declares."""
+    """Ids of the host's slots."""
     dead: tuple[str, ...]
     """Trainable parameters whose gradient is zero, missing or not finite."""
 
     @property
     def sound(self) -> bool:
-        """It can learn and it can join a fleet."""
+        """Whether it can learn and join a fleet."""
         return self.rows != "error" and not self.dead
 
 
 def check_host(host: nn.Module, example: Tensor | None = None, targets: Tensor | None = None) -> HostReport:
-    """Train a copy of `host` for a moment and run three of it at once; the host itself is not touched.
+    """Train a copy of `host` briefly, and run three copies at once. The host itself does not change.
 
-    `example` is a batch of inputs, needed unless the host is a built-in one; `targets` its classes (else it learns
-    random outputs). Raises `HostMismatchError` where a segment or slot does not fit, or has a state of its own.
+    `example` is a batch of inputs; built-in hosts need none. `targets` are its classes (default: random outputs).
+    Raises `HostMismatchError` if a segment or slot does not fit, writes or draws.
     """
     host = copy.deepcopy(host).train()
-    with random_state_kept(host):
+    with fork_rng(host):
         torch.manual_seed(0)
         x = example_of(host) if example is None else example
         if isinstance(host, Host):
             refuse_state(host)
-            host = host.double()  # so that what cancels, cancels
+            host = host.double()  # so that gradients that should cancel do
             x = x.double() if x.is_floating_point() else x
             _check_segments(host, x)
         problem = _randomness(host, x)
         if problem is not None and isinstance(host, Host):
             raise HostMismatchError(problem)
-        dead = _dead_parameters(host, x, targets)
-        found = _rows(host, x) if problem is None else Found("error", problem)
+        dead = _dead_parameters(copy.deepcopy(host), x, targets)
+        rows, detail = _rows(host, x) if problem is None else ("error", problem)
     slots = tuple(spec.slot_id for spec in host.slots) if isinstance(host, Host) else ()
-    return HostReport(*found, sum(parameter.numel() for parameter in host.parameters()), slots, dead)
+    return HostReport(rows, detail, count_parameters(host), slots, dead)
 
 
 def example_of(host: nn.Module) -> Tensor:
     """A batch of inputs for a host whose configuration says what it takes."""
-    config = host.config() if isinstance(host, Host) else None
     like = next(host.parameters(), torch.empty(()))
-    match config:
+    match host.config() if isinstance(host, Host) else None:
         case {"in_channels": int(channels), "resolution": int(side)}:
-            return torch.randn(BATCH, channels, side, side, device=like.device, dtype=like.dtype)
+            return torch.randn(HOST_BATCH, channels, side, side, device=like.device, dtype=like.dtype)
         case {"vocab": int(vocab), "block": int(block)}:
-            return torch.randint(vocab, (BATCH, block), device=like.device)
+            return torch.randint(vocab, (HOST_BATCH, block), device=like.device)
     raise BadValueError(f"{type(host).__name__} does not say what it takes: pass example=, a batch of inputs")
-
-
-# -- one host ---------------------------------------------------------------------------------------------------------
 
 
 def _check_segments(host: Host, h: Tensor) -> None:
     """Clause 1, segment by segment."""
     for index, segment in enumerate(host.segments):
-        label = f"segment {index} ({type(segment).__name__})"
-        given = tuple(h.shape)
-        _check_stateless(segment, h, label)
+        label, fresh = f"segment {index} ({type(segment).__name__})", copy.deepcopy(segment)
         try:
             result = segment(h, True)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise HostMismatchError(f"{label} cannot take what reaches it, shape {given}: {error}") from error
+            raise HostMismatchError(f"{label} cannot take its input of shape {tuple(h.shape)}: {error}") from error
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
             raise HostMismatchError(f"{label} must return (activation, statistics), got {type(result).__name__}")
+        _check_stateless(fresh, h, label)
         h, statistics = result
         buffers = {name for name, _ in segment.named_buffers()}
         if unknown := sorted(set(statistics) - buffers):
@@ -122,28 +241,22 @@ def _check_segments(host: Host, h: Tensor) -> None:
 
 @torch.no_grad()
 def _check_stateless(segment: nn.Module, h: Tensor, label: str) -> None:
-    """Rows other than the main one run the same segments, and must leave no trace."""
-    segment = copy.deepcopy(segment)
-    before = {name: buffer.clone() for name, buffer in segment.named_buffers()}
-    try:
-        for train in (True, False):
+    """All rows run the same segments, so these must leave no trace."""
+    before = cloned_buffers(segment)
+    for train in (True, False):
+        try:
             trained, evaluated = (segment.train(mode)(h, train)[0] for mode in (True, False))
-            written = [name for name, buffer in segment.named_buffers() if not torch.equal(buffer, before[name])]
-            if written:
-                raise HostMismatchError(
-                    f"{label} writes {', '.join(written)}: return such values as statistics instead"
-                )
-            # A segment that draws differs too, and is named for that by the next clause.
-            if not torch.equal(trained, evaluated) and _randomness(segment, h, train) is None:
-                raise HostMismatchError(f"{label} goes by its own mode: go by the argument train instead")
-    except HostMismatchError:
-        raise
-    except Exception:  # what a segment cannot take is the business of the caller, which runs it again
-        return
+        except Exception:  # a segment may raise anything; clause 4 reports it
+            return
+        if written := _written(segment, before):
+            raise HostMismatchError(f"{label} writes {written}: return such values as statistics instead")
+        # A segment that draws differs too; the next clause reports that.
+        if not torch.equal(trained, evaluated) and _randomness(segment, h, train) is None:
+            raise HostMismatchError(f"{label} depends on its own mode: use the argument train instead")
 
 
 def _slot_misfit(spec: SlotSpec, h: Tensor) -> str | None:
-    """How the declaration of a slot differs from what passes there. A sequence may be shorter than declared."""
+    """How the spec of a slot differs from what passes there. A sequence may be shorter than declared."""
     topology, shape = TOPOLOGY_OF_AXES.get(h.dim()), tuple(h.shape)
     if topology != spec.topology:
         return f"declared as {spec.topology}, but {topology or 'something else'} of shape {shape} passes there"
@@ -156,98 +269,73 @@ def _slot_misfit(spec: SlotSpec, h: Tensor) -> str | None:
 
 
 def _randomness(host: nn.Module, *inputs: object) -> str | None:
-    """Clause 2: a random stream that has moved during a forward pass."""
+    """Clause 2: whether a forward pass moves a random stream."""
     before = RandomState.of(host)
     with torch.no_grad():
         copy.deepcopy(host).train()(*inputs)
     if before.equals(RandomState.of(host)):
         return None
     layers = [name for name, part in host.named_modules() if "Dropout" in type(part).__name__]
-    where = f": set {', '.join(layers)} to p=0" if layers else ""
-    return f"no dropout in a fleet: {type(host).__name__} draws random numbers while it trains{where}"
+    remedy = f": set {', '.join(layers)} to p=0" if layers else ""
+    return f"no dropout in a fleet: {type(host).__name__} draws random numbers while it trains{remedy}"
 
 
 def _dead_parameters(host: nn.Module, x: Tensor, targets: Tensor | None) -> tuple[str, ...]:
-    """Clause 3, over a few steps of SGD: a layer behind a zero-initialised one wakes at the second."""
-    host = copy.deepcopy(host)
-    trainable = {name: p for name, p in host.named_parameters() if p.requires_grad}
-    largest = dict.fromkeys(trainable, 0.0)
-    optimiser = torch.optim.SGD(trainable.values(), lr=STEP_SIZE)
-    for _ in range(BATCHES):
-        optimiser.zero_grad()
+    """Clause 3."""
+
+    def loss() -> Tensor:
         output = _output(host(x))
-        wanted = torch.randn_like(output) if targets is None else targets
-        loss = F.mse_loss(output, wanted) if targets is None else cross_entropy(output, wanted)
-        loss.backward()
-        for name, parameter in trainable.items():
-            if parameter.grad is not None:
-                norm = float(parameter.grad.norm())
-                largest[name] = max(largest[name], norm) if math.isfinite(norm) else math.inf
-        optimiser.step()
-    scale = max((norm for norm in largest.values() if norm < math.inf), default=0.0)
-    ratio = ALIVE_RATIO if x.dtype == torch.float64 or isinstance(host, Host) else ROUGH_ALIVE_RATIO
-    return tuple(name for name, norm in largest.items() if not scale * ratio < norm < math.inf)
+        return F.mse_loss(output, torch.randn_like(output)) if targets is None else cross_entropy(output, targets)
+
+    norms = _gradient_norms(host, HOST_STEP_SIZE, [loss] * BATCHES)
+    largest = max((norm for norm in norms.values() if norm < math.inf), default=0.0)
+    exact = x.dtype == torch.float64 or isinstance(host, Host)
+    least = largest * (HOST_ALIVE_RATIO if exact else ALIVE_RATIO)
+    return tuple(name for name, p in host.named_parameters() if p.requires_grad and not least < norms[name] < math.inf)
 
 
 def _output(output: object) -> Tensor:
     if not isinstance(output, Tensor):
-        raise HostMismatchError(f"the host returns {type(output).__name__}; one tensor is needed")
+        raise HostMismatchError(f"the host returns {type(output).__name__}; it must return one tensor")
     return output
 
 
-# -- several at once --------------------------------------------------------------------------------------------------
-
-
-class Found(NamedTuple):
-    """How rows run, and the detail."""
-
-    rows: RowKind
-    detail: str
-
-
-def _rows(host: nn.Module, x: Tensor) -> Found:
-    """Clause 4: by row-aware layers where they serve, else by vmap."""
+def _rows(host: nn.Module, x: Tensor) -> tuple[RowKind, str]:
+    """Clause 4: by row-aware layers if they agree, else by vmap."""
     hosts = [copy.deepcopy(host) for _ in range(ROWS)]
     with torch.no_grad():
         for parameter in (p for single in hosts for p in single.parameters()):
             parameter.add_(PERTURBATION * torch.randn_like(parameter))
-    # Every row gets other inputs: rows that see each other must not go unnoticed.
+    # Every row gets other inputs, so that rows that see each other are noticed.
     scaled = x.is_floating_point()
     inputs = torch.stack([x.roll(row, 0) * (1 + row) if scaled else x.roll(row, 0) for row in range(ROWS)])
-    if isinstance(host, Host):
-        problem = _disagreement(host, hosts, inputs, lambda state, rows: functional_call(host, state, (rows,)))
-        if problem is None:
-            return Found("native", "vectorised")
 
-    def run_mapped(state: dict[str, Tensor], rows: Tensor) -> Tensor:
-        def run_one(own: dict[str, Tensor], h: Tensor) -> Tensor:
-            return _output(functional_call(host, own, (h,)))
+    def run(state: dict[str, Tensor], rows: Tensor) -> Tensor:
+        return _output(functional_call(host, state, (rows,)))
 
-        mapped: Tensor = vmap(run_one)(state, rows)
-        return mapped
-
+    if isinstance(host, Host) and _disagreement(host, hosts, inputs, run) is None:
+        return "native", "vectorised"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        problem = _disagreement(host, hosts, inputs, run_mapped)
+        problem = _disagreement(host, hosts, inputs, vmap(run))
     if problem is not None:
-        return Found("error", problem)
+        return "error", problem
     slow = sorted({match[1] for warning in caught if (match := _FALLBACK.search(str(warning.message)))})
-    return Found("fallback", f"fallback for {', '.join(slow)}") if slow else Found("vmap", "vectorised")
+    return ("fallback", f"fallback for {', '.join(slow)}") if slow else ("vmap", "vectorised")
 
 
-Rows = Callable[[dict[str, Tensor], Tensor], Tensor]
-
-
-def _disagreement(host: nn.Module, hosts: list[nn.Module], inputs: Tensor, run: Rows) -> str | None:
-    """Why three hosts at once are not what they are one by one, in train and in eval mode; None where they are."""
+def _disagreement(
+    host: nn.Module, hosts: list[nn.Module], inputs: Tensor, run: Callable[[dict[str, Tensor], Tensor], Tensor]
+) -> str | None:
+    """How rows differ from single hosts in train or eval mode; None if they agree."""
     for train in (True, False):
         host.train(train)
         singles = [copy.deepcopy(single).train(train) for single in hosts]
         parameters, buffers = stack_module_state(singles)
         try:
-            together = _output(run({**parameters, **buffers}, inputs))
+            together = run({**parameters, **buffers}, inputs)
             together.square().mean().backward()
-        except Exception as error:  # whatever a foreign layer raises is the finding
+        except Exception as error:  # a foreign layer may raise anything
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         apart = torch.stack([single(x) for single, x in zip(singles, inputs, strict=True)])
         if together.shape != apart.shape:

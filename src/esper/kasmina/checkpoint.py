@@ -1,11 +1,10 @@
 """A model on disk: a folder with `weights.safetensors` and `model.json`.
 
-The JSON names the host, and for every slot what passes there and the state of its seed, so that a fresh process can
-build every module again. The weights file holds tensors and nothing else: reading it executes nothing. Alpha is no
-tensor of its own, it follows from the state.
+The JSON names the host, and for every slot what passes there and the state of its seed, so that a new process can
+rebuild every module. The weights file holds only tensors: reading it executes nothing. Alpha follows from the state.
 
-Writing and proving the files is `leyline.stored`'s: a crash leaves the old checkpoint or the new one.
-Reading: `read` proves the files, `restore` proves that they fit a body, and only then is anything changed.
+`storage.stored` writes and verifies the files: a crash leaves the old checkpoint or the new one. `read` checks the
+files, `restore` checks that they fit a body, and only then changes anything.
 """
 
 import json
@@ -18,16 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.body import Body, SegmentedBody
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import MEASUREMENTS_KEPT, LifecycleConfig, SeedState
-from esper.kasmina.slot import Isolation, SeedSlot
+from esper.kasmina.slot import Body, Isolation, SeedSlot, SegmentedBody
 from esper.leyline import (
     ACTIVE_STAGES,
     BLEND_STYLES,
     LIVE_STAGES,
     CheckpointError,
-    GateRefusedError,
     SeedStage,
     SlotSpec,
     UnknownNameError,
@@ -40,17 +37,17 @@ DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat
 
 @dataclass(frozen=True)
 class SavedHost:
-    """Which host it is, and how to build it where that is possible from its configuration alone."""
+    """The host's class, and its configuration if that is enough to rebuild it."""
 
     class_name: str
     kind: str | None
-    """Name in `Host.KINDS`, or None for a host that only its user can build."""
+    """Name in `Host.KINDS`, or None if only the user can build it."""
     config: dict[str, Json] | None
 
 
 @dataclass(frozen=True)
 class SavedSlot:
-    """One slot: what passes there (None while an attached host has not run yet), and its seed."""
+    """One slot: what passes there (None until an attached host has run), and its state."""
 
     spec: SlotSpec | None
     state: SeedState
@@ -58,7 +55,7 @@ class SavedSlot:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Everything but the tensors. The fields are the keys of the JSON."""
+    """Everything except the tensors. The fields are the keys of the JSON."""
 
     host: SavedHost
     dtype: str
@@ -77,7 +74,7 @@ class SavedModel:
 
 
 def check_model(model: SavedModel, where: str) -> None:
-    """What the types do not tell."""
+    """Check what the types do not express."""
     with checkpoint_errors(where):
         if model.dtype not in DTYPES:
             raise UnknownNameError("dtype", model.dtype, DTYPES)
@@ -94,7 +91,7 @@ def check_model(model: SavedModel, where: str) -> None:
 
 
 def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
-    """That the verbs of the lifecycle can have led to this state, and that its seed can be built."""
+    """Check that the lifecycle can lead to this state, and that its seed can be built."""
     for problem, holds in _life_conditions(state).items():
         if not holds:
             raise CheckpointError(f"{where}: {problem}")
@@ -102,7 +99,7 @@ def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
         raise CheckpointError(f"{where}: its spec is that of slot {spec.slot_id!r}")
     if state.blueprint is not None:
         if spec is None:
-            raise CheckpointError(f"{where}: a {state.blueprint!r} seed where nothing is known of what passes")
+            raise CheckpointError(f"{where}: a {state.blueprint!r} seed, but what passes the slot is not known")
         with checkpoint_errors(where):
             misfit = BlueprintRegistry.spec(spec.topology, state.blueprint).misfit(spec.width, spec.resolution)
         if misfit is not None:
@@ -110,7 +107,7 @@ def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
 
 
 def _life_conditions(state: SeedState) -> dict[str, bool]:
-    """What is wrong with a state, unless true."""
+    """Messages about a state, each with the condition under which it is fine."""
     stage, ramp = state.stage, state.controller
     live, blends = stage in LIVE_STAGES, stage is SeedStage.BLENDING
     # PRUNED lasts from the full timer of at least 3, RESETTING is its last tick.
@@ -120,7 +117,7 @@ def _life_conditions(state: SeedState) -> dict[str, bool]:
     low, high = sorted((ramp.start, ramp.target))
     counters = (state.tempo, state.steps_in_stage, state.age, state.germinations)
     return {
-        f"blueprint {state.blueprint!r} in {stage.name}; just the live stages have one": live == bool(state.blueprint),
+        f"blueprint {state.blueprint!r} in {stage.name}; only live stages have one": live == bool(state.blueprint),
         f"style {state.style!r} is none of {BLEND_STYLES}": state.style in BLEND_STYLES,
         f"tempo, steps, age and germinations {counters} must be 0 or more": min(counters) >= 0,
         f"{state.germinations} germinations, but a seed in {stage.name}": state.germinations > 0 or not live,
@@ -128,7 +125,7 @@ def _life_conditions(state: SeedState) -> dict[str, bool]:
         f"alpha_target {state.alpha_target} is not in (0, 1]": 0.0 < state.alpha_target <= 1.0,
         f"alpha goes to {ramp.target} in {stage.name}; it must go to {goal}": ramp.target == goal,
         f"alpha {ramp.alpha} is not between {ramp.start} and {ramp.target}": low <= ramp.alpha <= high,
-        f"alpha {ramp.alpha} holds beside its target {ramp.target}": state.ramping or ramp.alpha == ramp.target,
+        f"alpha {ramp.alpha} holds away from its target {ramp.target}": state.ramping or ramp.alpha == ramp.target,
         f"a ramp in {stage.name}; only BLENDING seeds have one": blends or not (state.ramping or state.pruning),
         f"more than {MEASUREMENTS_KEPT} measurements": max(len(state.auditions), len(state.contributions))
         <= MEASUREMENTS_KEPT,
@@ -140,22 +137,21 @@ MODEL = StoredFormat("esper-model", 1, "model.json", "weights.safetensors")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The contents of a checkpoint, proven whole and consistent in themselves."""
+    """Contents of a checkpoint, complete and consistent."""
 
     folder: Path
     model: SavedModel
     tensors: Mapping[str, Tensor]
 
     def build_host(self) -> Host:
-        """The host anew, its weights not yet restored; for hosts that a configuration can rebuild."""
+        """A new host from the stored configuration, without its weights."""
         host, slot_ids = self.model.host, self.model.slot_ids
         if host.kind is None:
             raise CheckpointError(
-                f"{self.folder}: its host {host.class_name} is none that a checkpoint can rebuild "
-                f"({', '.join(Host.KINDS)}). Build a model around the host, with slots {list(slot_ids)}, "
-                "and hand it in: load(folder, model)"
+                f"{self.folder}: a checkpoint cannot rebuild its host {host.class_name} "
+                f"(only {', '.join(Host.KINDS)}). Build a model around the host, with slots {list(slot_ids)}, "
+                "and call load(folder, model)"
             )
-        # Unknown arguments are a TypeError, values out of range a ValueError or torch's RuntimeError.
         with checkpoint_errors(f"{self.folder}: {host.kind} of {host.config}"), torch.random.fork_rng(devices=[]):
             built = Host.KINDS[host.kind](**host.config or {}).to(DTYPES[self.model.dtype])
             for slot_id in slot_ids:
@@ -169,29 +165,29 @@ class Checkpoint:
 def save(
     folder: Path, body: Body, *, isolation: Isolation, config: LifecycleConfig, budget: int | None, rng_seed: int
 ) -> None:
-    """Write a checkpoint. One that is there already is replaced as a whole, when the new one is complete."""
+    """Write a checkpoint. An existing one is replaced as a whole once the new one is complete."""
     slots = dict(body.slot_items())
     model = SavedModel(
         host=_saved_host(body),
-        dtype=str(_like(body.host).dtype).removeprefix("torch."),
+        dtype=str(next(body.host.parameters(), torch.empty(())).dtype).removeprefix("torch."),
         isolation=isolation,
         config=config,
         budget=budget,
         rng_seed=rng_seed,
-        slots=tuple(SavedSlot(_spec(slot), slot.state) for slot in slots.values()),
+        slots=tuple(SavedSlot(slot.known_spec, slot.state) for slot in slots.values()),
         frozen=tuple(name for name, p in _parameters(body.host, slots).items() if not p.requires_grad),
     )
     # Nothing is written that `read` and `restore` would refuse.
-    with checkpoint_errors("the model cannot be stored so that it could be loaded again"):
-        plain_model = encode(model)
-        check_model(decode(SavedModel, json.loads(json.dumps(plain_model, allow_nan=False)), "model"), "the model")
+    with checkpoint_errors("the model could not be loaded again"):
+        encoded = encode(model)
+        check_model(decode(SavedModel, json.loads(json.dumps(encoded, allow_nan=False)), "model"), "the model")
     if model.host.kind is not None:
         _check_one_dtype(body.host, model)
-    write_stored(folder, MODEL, {"model": plain_model}, _tensors(body.host, slots))
+    write_stored(folder, MODEL, {"model": encoded}, _tensors(body.host, slots))
 
 
 def _check_one_dtype(host: nn.Module, model: SavedModel) -> None:
-    """A host is rebuilt from its configuration, all of it in one dtype."""
+    """Check that all weights share a dtype, because a host is rebuilt in one."""
     wanted = DTYPES[model.dtype]
     for name, tensor in host.state_dict().items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != wanted:
@@ -212,7 +208,7 @@ def _saved_host(body: Body) -> SavedHost:
 
 
 def read(folder: Path) -> Checkpoint:
-    """The contents of a checkpoint, every one of them checked. Nothing in it is executed."""
+    """Read and check a checkpoint. Nothing in it is executed."""
     content, tensors = read_stored(folder, MODEL)
     where = str(folder / MODEL.document)
     if set(content) != {"model"}:
@@ -227,10 +223,10 @@ def read(folder: Path) -> Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, body: Body) -> None:
-    """Make `body` what was saved. Where it does not fit, CheckpointError, and nothing has changed."""
+    """Restore `body` from a checkpoint. Raises CheckpointError, with nothing changed, if it does not fit."""
     saved, where = checkpoint.model, str(checkpoint.folder)
     slots = dict(body.slot_items())
-    _check_place(saved, body, slots, where)
+    _check_fit(saved, body, slots, where)
     planted = {entry.state.slot_id: _plant(entry, body, where) for entry in saved.slots}
     targets, parameters = _tensors(body.host, planted), _parameters(body.host, planted)
     _check_tensors(checkpoint.tensors, targets, where)
@@ -244,35 +240,34 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
         parameter.requires_grad_(name not in saved.frozen)
     for entry in saved.slots:
         slot, source = slots[entry.state.slot_id], planted[entry.state.slot_id]
-        if entry.spec is not None and _spec(slot) is None:
-            slot.learn(entry.spec)
+        slot.known_spec = slot.known_spec or entry.spec
         slot.seed, slot.gate, slot.isolation = source.seed, source.gate, saved.isolation
         slot.settle(entry.state)
         slot.train(body.training)
 
 
-def _check_place(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], where: str) -> None:
-    """The same host, as far as its configuration tells, and the same slots."""
+def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], where: str) -> None:
+    """Check that the body has the saved host, as far as its configuration tells, and the saved slots."""
     given = _saved_host(body)
     if saved.host.kind is not None and (saved.host.kind, saved.host.config) != (given.kind, given.config):
         raise CheckpointError(
             f"{where} holds a {saved.host.kind} of {saved.host.config}, "
-            f"the model handed in a {given.class_name} of {given.config}"
+            f"the given model a {given.class_name} of {given.config}"
         )
     if list(slots) != list(saved.slot_ids):
-        raise CheckpointError(f"{where} has slots {list(saved.slot_ids)}, the model handed in {list(slots)}")
+        raise CheckpointError(f"{where} has slots {list(saved.slot_ids)}, the given model {list(slots)}")
     for entry in saved.slots:
-        place, given_spec = f"{where}: slot {entry.state.slot_id!r}", _spec(slots[entry.state.slot_id])
-        if entry.spec is None or given_spec is None:
+        label, spec = f"{where}: slot {entry.state.slot_id!r}", slots[entry.state.slot_id].known_spec
+        if entry.spec is None or spec is None:
             continue
-        wanted, found = (f"{spec.topology} of width {spec.width}" for spec in (entry.spec, given_spec))
-        if wanted != found:
-            raise CheckpointError(f"{place} is for {wanted}, in the model handed in for {found}")
-        check_state(given_spec, entry.state, place)
+        stored, actual = (f"{each.topology} of width {each.width}" for each in (entry.spec, spec))
+        if stored != actual:
+            raise CheckpointError(f"{label} is for {stored}, in the given model for {actual}")
+        check_state(spec, entry.state, label)
 
 
 def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
-    """The slot anew, with its seed, beside the body."""
+    """A new slot with its seed, outside the body."""
     slot = SeedSlot(entry.spec or entry.state.slot_id)
     if entry.state.blueprint is not None:
         with checkpoint_errors(f"{where}: slot {entry.state.slot_id!r}"):
@@ -280,48 +275,37 @@ def _plant(entry: SavedSlot, body: Body, where: str) -> SeedSlot:
     return slot
 
 
-def _spec(slot: SeedSlot) -> SlotSpec | None:
-    """What passes a slot, or None while that is not known."""
-    try:
-        return slot.spec
-    except GateRefusedError:
-        return None
-
-
-def _like(host: nn.Module) -> Tensor:
-    """The tensor whose device and dtype seeds take."""
-    return next(host.parameters(), torch.empty(()))
+def _modules(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, nn.Module]:
+    """Host and slots by the prefix of their tensors. Dots in slot ids would make names ambiguous."""
+    return {"host": host} | {f"slots.{slot_id.replace('.', '/')}": slot for slot_id, slot in slots.items()}
 
 
 def _tensors(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, Tensor]:
-    """All that is stored, by name, in the memory of the modules."""
-    named: dict[str, Tensor] = {f"host.{name}": tensor for name, tensor in host.state_dict().items()}
-    for slot_id, slot in slots.items():
-        named |= {_name(slot_id, name): tensor for name, tensor in slot.state_dict().items() if name != "alpha"}
-    return named
+    """All stored tensors by name, sharing memory with the modules."""
+    return {
+        f"{prefix}.{name}": tensor
+        for prefix, module in _modules(host, slots).items()
+        for name, tensor in module.state_dict().items()
+        if module is host or name != "alpha"
+    }
 
 
 def _parameters(host: nn.Module, slots: Mapping[str, SeedSlot]) -> dict[str, nn.Parameter]:
-    """The parameters among them."""
-    named = {f"host.{name}": parameter for name, parameter in host.named_parameters()}
-    for slot_id, slot in slots.items():
-        named |= {_name(slot_id, name): parameter for name, parameter in slot.named_parameters()}
-    return named
-
-
-def _name(slot_id: str, name: str) -> str:
-    """Ids of attached slots contain dots, which would make this ambiguous."""
-    return f"slots.{slot_id.replace('.', '/')}.{name}"
+    return {
+        f"{prefix}.{name}": parameter
+        for prefix, module in _modules(host, slots).items()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _check_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
-    """The same names, shapes and dtypes."""
+    """Check that names, shapes and dtypes agree."""
     missing, extra = sorted(set(targets) - set(given)), sorted(set(given) - set(targets))
     if missing or extra:
         raise CheckpointError(
-            f"{where}: {MODEL.weights} lacks {missing}, and holds {extra} for which there is no place"
+            f"{where}: {MODEL.weights} lacks {missing}, and holds {extra}, which the model does not have"
         )
     for name, target in targets.items():
-        found, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (given[name], target))
-        if found != wanted:
-            raise CheckpointError(f"{where}: {name} is {found}; the model needs {wanted}")
+        stored, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (given[name], target))
+        if stored != expected:
+            raise CheckpointError(f"{where}: {name} is {stored}; the model needs {expected}")

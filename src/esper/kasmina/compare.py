@@ -1,8 +1,8 @@
-"""Comparing rows: every row on the same images, each with normalisation statistics of its own.
+"""Comparison of rows on the same images, each with its own normalisation statistics.
 
-With the host's running statistics a good seed in an early slot auditions far below zero, because the layers behind it
-normalise by what they saw without it; and silencing a seed overstates its contribution for the same reason. So each
-row, the main one too, is calibrated by one train-mode forward over the same training inputs before it is scored.
+With the host's running statistics a good seed in an early slot auditions far below zero: the layers behind it normalise
+by what they saw without it. For the same reason, silencing a seed overstates its contribution. So each row, including
+the main one, is calibrated by one train-mode forward pass over the same training inputs before it is scored.
 """
 
 import math
@@ -12,24 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper.kasmina.body import Body, Roles
-from esper.kasmina.slot import Role
+from esper.kasmina.slot import Body, Role, Roles
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement, SeedStage
 
 CHUNK = 1024
-"""Inputs per forward when rows are scored: bounds the memory, changes no result."""
+"""Inputs per forward pass when rows are scored. It bounds memory and does not change results."""
 IGNORED = -100
-"""A target that is left out, as in torch: padding, or a token that nobody has to predict."""
+"""A target that is ignored, as in torch: padding, or a token that need not be predicted."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of (…, classes) against (…); targets of −100 are left out."""
+    """Mean cross-entropy of (…, classes) against (…); targets of −100 are ignored."""
     check_targets(logits, targets)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def check_targets(logits: Tensor, targets: Tensor) -> None:
-    """Raise unless the targets are one class index per row of scores. No sync: values are not looked at."""
+    """Raise unless there is one class index per row of scores. Does not read values, so it needs no GPU sync."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         given = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise BadValueError(f"the host returns {given}; class scores, one floating-point tensor, are needed")
@@ -46,14 +45,14 @@ def check_targets(logits: Tensor, targets: Tensor) -> None:
 
 
 class RowScore(NamedTuple):
-    """One row on a set of inputs, a value per prediction (images, or tokens of all sequences)."""
+    """Results of one row, a value per prediction (an image, or a token of a sequence)."""
 
     correct: Tensor
     losses: Tensor
 
     @property
     def accuracy(self) -> float:
-        """Percent."""
+        """Accuracy in percent."""
         return 100.0 * float(self.correct.double().mean())
 
     @property
@@ -63,7 +62,7 @@ class RowScore(NamedTuple):
 
 
 def paired_accuracy(row: RowScore, other: RowScore) -> Measurement:
-    """Points of accuracy of `row` over `other`, with the paired error.
+    """Accuracy of `row` minus that of `other` in points, with the paired error.
 
     From discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
     """
@@ -75,7 +74,7 @@ def paired_accuracy(row: RowScore, other: RowScore) -> Measurement:
 
 
 def paired_loss(row: RowScore, other: RowScore) -> Measurement:
-    """How much lower the loss of `row` is than that of `other`, with the paired standard error."""
+    """Loss of `other` minus that of `row`, with the paired standard error."""
     difference = (other.losses - row.losses).double()
     error = float(difference.std()) / math.sqrt(difference.numel()) if difference.numel() > 1 else math.inf
     return Measurement(float(difference.mean()), error)
@@ -88,8 +87,13 @@ class PairedDifference(NamedTuple):
     loss: Measurement
 
 
+def paired_difference(row: RowScore, other: RowScore) -> PairedDifference:
+    """How much better `row` is than `other`."""
+    return PairedDifference(paired_accuracy(row, other), paired_loss(row, other))
+
+
 class Comparison(NamedTuple):
-    """What `compare` found."""
+    """Result of `compare`."""
 
     main: RowScore
     deployed: RowScore
@@ -104,10 +108,7 @@ class Comparison(NamedTuple):
 def score_row(
     body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None, *, chunk: int = CHUNK
 ) -> RowScore:
-    """Score one row, calibrated on the given training inputs or, with None, by the running statistics.
-
-    Targets of −100 are left out.
-    """
+    """Score one row, calibrated on training inputs or, with None, by the running statistics."""
     statistics = None if calibration is None else body.calibrate(calibration, roles)
     correct, losses = [], []
     for inputs, wanted in zip(x.split(chunk), targets.split(chunk), strict=True):
@@ -118,7 +119,7 @@ def score_row(
         if bool(((classes < 0) | (classes >= logits.shape[-1])).any()):
             raise BadValueError(
                 f"targets from {int(classes.min())} to {int(classes.max())} are no classes of a host with "
-                f"{logits.shape[-1]} scores; {IGNORED} leaves a target out"
+                f"{logits.shape[-1]} scores; use {IGNORED} to ignore a target"
             )
         correct.append(logits.argmax(-1) == classes)
         losses.append(F.cross_entropy(logits, classes.long(), reduction="none"))
@@ -130,26 +131,26 @@ def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chun
     _check_inputs(x, targets, calibration)
     main = score_row(body, x, targets, {}, calibration, chunk=chunk)
     deployed = score_row(body, x, targets, {}, None, chunk=chunk)
-    auditions: dict[str, PairedDifference] = {}
-    contributions: dict[str, PairedDifference] = {}
+    comparison = Comparison(main, deployed, {}, {})
     for slot_id, slot in body.slot_items():
         if slot.state.stage is SeedStage.TRAINING:
             row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration, chunk=chunk)
-            auditions[slot_id] = PairedDifference(paired_accuracy(row, main), paired_loss(row, main))
+            comparison.auditions[slot_id] = paired_difference(row, main)
         elif slot.state.stage in ACTIVE_STAGES:
             row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration, chunk=chunk)
-            contributions[slot_id] = PairedDifference(paired_accuracy(main, row), paired_loss(main, row))
-    return Comparison(main, deployed, auditions, contributions)
+            comparison.contributions[slot_id] = paired_difference(main, row)
+    return comparison
 
 
 def _check_inputs(x: Tensor, targets: Tensor, calibration: Tensor) -> None:
-    """Before anything is run."""
     for name, given in (("inputs", x), ("targets", targets), ("calibration", calibration)):
         if not isinstance(given, Tensor):
             raise BadValueError(f"{name} are a {type(given).__name__}; one tensor is needed")
         if given.dim() == 0 or given.numel() == 0:
-            raise BadValueError(f"{name} of shape {tuple(given.shape)} hold nothing to measure on")
+            raise BadValueError(f"{name} of shape {tuple(given.shape)} are empty: there is nothing to measure")
     if len(x) != len(targets):
         raise BadValueError(f"{len(x)} inputs but {len(targets)} targets: each input needs its own")
     if not bool((targets != IGNORED).any()):
-        raise BadValueError(f"all {targets.numel()} targets are {IGNORED}, which leaves them out: nothing is left")
+        raise BadValueError(
+            f"all {targets.numel()} targets are {IGNORED}, which ignores them: there is nothing to measure"
+        )

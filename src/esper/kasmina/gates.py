@@ -1,4 +1,4 @@
-"""Gates: pure functions that say whether a seed may take its next step, and why not.
+"""Gates: pure functions that say whether a seed may take its next step, or why not.
 
 G0 germinate · G1 → TRAINING · G2 → BLENDING · G3 → HOLDING · G5 → FOSSILIZED (there is no G4).
 """
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GateThresholds:
-    """What the gates ask for."""
+    """What the gates require."""
 
     min_training_steps: int = 2
     """G2: steps in TRAINING."""
     min_holding_steps: int = 1
     """G5: steps in HOLDING."""
     strict: bool = False
-    """Also ask for a positive audition (G2) and contribution (G5), each beyond its own error."""
+    """Also require a positive audition (G2) and contribution (G5), each beyond its own error."""
 
     def __post_init__(self) -> None:
         require_whole("min_training_steps", self.min_training_steps, 0)
@@ -37,7 +37,7 @@ class GateThresholds:
 
 
 def _verdict(conditions: list[tuple[bool, str]]) -> GateResult:
-    """Passed when all conditions hold; the score is their share."""
+    """Passed if all conditions hold; the score is the share that do."""
     reasons = tuple(reason for holds, reason in conditions if not holds)
     return GateResult(not reasons, 1 - len(reasons) / len(conditions), reasons)
 
@@ -66,12 +66,12 @@ def gate_germinate(
 
 
 def gate_train(state: "SeedState", thresholds: GateThresholds) -> GateResult:
-    """G1: at once."""
+    """G1: always passes for a GERMINATED seed."""
     return _verdict([(state.stage is SeedStage.GERMINATED, f"the stage is {state.stage.name}, not GERMINATED")])
 
 
 def gate_blend(state: "SeedState", thresholds: GateThresholds) -> GateResult:
-    """G2: trained long enough, with gradients that were measured and finite."""
+    """G2: trained long enough, with measured and finite gradients."""
     measured = state.gradient_norm is not None
     finite = state.gradient_norm is not None and math.isfinite(state.gradient_norm)
     conditions = [
@@ -95,7 +95,7 @@ def gate_hold(state: "SeedState", thresholds: GateThresholds) -> GateResult:
 
 
 def gate_fossilize(state: "SeedState", thresholds: GateThresholds) -> GateResult:
-    """G5: held long enough, with a contribution that was measured."""
+    """G5: held long enough, with a measured contribution."""
     conditions = [
         (
             state.steps_in_stage >= thresholds.min_holding_steps,
@@ -110,14 +110,12 @@ def gate_fossilize(state: "SeedState", thresholds: GateThresholds) -> GateResult
 
 Gate = Callable[["SeedState", GateThresholds], GateResult]
 
-GATES: Mapping[str, Gate] = MappingProxyType(
-    {"G1": gate_train, "G2": gate_blend, "G3": gate_hold, "G5": gate_fossilize}
-)
-GATE_OF_TARGET: Mapping[SeedStage, str] = MappingProxyType(
+GATES: Mapping[SeedStage, Gate] = MappingProxyType(
     {
-        SeedStage.TRAINING: "G1",
-        SeedStage.BLENDING: "G2",
-        SeedStage.HOLDING: "G3",
-        SeedStage.FOSSILIZED: "G5",
+        SeedStage.TRAINING: gate_train,
+        SeedStage.BLENDING: gate_blend,
+        SeedStage.HOLDING: gate_hold,
+        SeedStage.FOSSILIZED: gate_fossilize,
     }
 )
+"""The gate in front of each stage."""

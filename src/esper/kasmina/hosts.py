@@ -1,4 +1,4 @@
-"""Hosts: an ordered list of segments with slots between them; a CNN and a GPT."""
+"""Hosts: ordered lists of segments with slots between them. A CNN and a GPT are built in."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -28,12 +28,12 @@ HostConfig = dict[str, int | bool | list[int]]
 
 
 class Segment(nn.Module):
-    """A stretch of a host between two slots."""
+    """The part of a host between two slots."""
 
     __call__: Callable[..., tuple[Tensor, Statistics]]
 
     def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        """The activation at the segment's end, and the batch statistics by buffer name (empty unless training)."""
+        """The activation behind the segment, and in training the batch statistics by buffer name."""
         raise NotImplementedError
 
 
@@ -41,48 +41,52 @@ class Host(nn.Module):
     """Segments with slots between them. `slots[i]` lies after `segments[i]`."""
 
     KINDS: ClassVar[dict[str, type["Host"]]] = {}
-    """Hosts that a checkpoint can rebuild from their configuration alone."""
+    """Hosts that a checkpoint can rebuild from their configuration."""
 
     slots: tuple[SlotSpec, ...]
     conductance: Tensor
+    _config: HostConfig | None = None
 
     def __init__(self, segments: Sequence[Segment], slots: Sequence[SlotSpec]) -> None:
         super().__init__()
         if not segments:
             raise HostMismatchError(f"{type(self).__name__} has no segments; a host needs at least one")
-        if wrong := [f"{index}: {type(part).__name__}" for index, part in enumerate(segments) if not _is_segment(part)]:
+        wrong = [
+            f"{index}: {type(part).__name__}" for index, part in enumerate(segments) if not isinstance(part, Segment)
+        ]
+        if wrong:
             raise HostMismatchError(
                 f"segments {wrong} are no Segment: subclass esper.kasmina.Segment, whose forward(h, train) returns "
                 "(activation, statistics), or use attach() for a network of ordinary modules"
             )
         if len(slots) != len(segments) - 1:
             raise HostMismatchError(
-                f"{len(segments)} segments have {len(segments) - 1} places between them, "
+                f"{len(segments)} segments have room for {len(segments) - 1} slots between them, "
                 f"but {len(slots)} slots were given"
             )
         if bad := [slot.slot_id for slot in slots if not slot.slot_id.isidentifier()]:
             raise HostMismatchError(f"slot ids {bad} are not names like r1c0")
         self.segments = nn.ModuleList(segments)
         self.slots = tuple(slots)
-        # How much of what grows in each slot reaches the next segment. 1 in a sound host; 0 is a defect of some tasks.
+        # Share of a seed's effect that reaches the next segment: 1 in a sound host, 0 in some damaged ones.
         self.register_buffer("conductance", torch.ones(len(slots)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The host alone, as an ordinary module: writes its running statistics in training mode."""
-        h, written = self.run(x, train=self.training)
-        write_statistics(self, written)
+        """Run the host alone. In training mode it updates the running statistics."""
+        h, statistics = self.run(x, train=self.training)
+        write_statistics(self, statistics)
         return h
 
-    def run(self, h: Tensor, train: bool, start: int = 0) -> tuple[Tensor, Statistics]:
-        """From the input of segment `start` to the output; writes nothing."""
+    def run(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
+        """Output and batch statistics; writes nothing."""
         statistics: Statistics = {}
-        for index in range(start, len(self.segments)):
-            h, found = self.run_segment(index, h, train)
-            statistics |= named_statistics(f"segments.{index}", found)
+        for index in range(len(self.segments)):
+            h, batch = self.run_segment(index, h, train)
+            statistics |= named_statistics(f"segments.{index}", batch)
         return h, statistics
 
     def run_segment(self, index: int, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        """One segment; an input that it cannot take is an error that names it."""
+        """Run one segment. Raises HostMismatchError, which names the segment, if it cannot take its input."""
         segment = self.segments[index]
         try:
             activation, statistics = segment(h, train)
@@ -96,11 +100,11 @@ class Host(nn.Module):
         return activation, statistics
 
     def config(self) -> HostConfig | None:
-        """Constructor arguments, for hosts that a checkpoint can rebuild; None for others."""
-        return None
+        """Constructor arguments of a host that a checkpoint can rebuild; None for others."""
+        return None if self._config is None else dict(self._config)
 
     def slot_index(self, slot_id: str) -> int:
-        """Which segment the slot follows."""
+        """Index of the segment in front of the slot."""
         ids = [slot.slot_id for slot in self.slots]
         if slot_id not in ids:
             raise UnknownNameError("slot", slot_id, ids)
@@ -108,35 +112,21 @@ class Host(nn.Module):
 
 
 def refuse_state(host: Host) -> None:
-    """Raise where a segment holds a layer that writes or draws by itself.
-
-    Segments are told by an argument whether they train, and return their statistics. A layer that goes by its own
-    mode would write in rows that must not write.
-    """
-    for index, segment in enumerate(host.segments):
-        for name, layer in segment.named_modules():
-            if trouble := _own_state(layer):
-                raise HostMismatchError(
-                    f"segments.{index}.{name} of {type(host).__name__} is a {type(layer).__name__} that {trouble}: "
-                    "use esper.kasmina.layers.BatchNorm2d, GroupNorm or LayerNorm and no dropout, "
-                    "or attach() for foreign networks"
-                )
-
-
-def _own_state(layer: nn.Module) -> str | None:
-    """What a layer of torch would do behind the caller's back."""
-    if isinstance(layer, _NormBase) and layer.running_mean is not None:
-        return "writes running statistics by itself"
-    if isinstance(layer, _DropoutNd) and layer.p > 0:
-        return "draws random numbers by itself"
-    # Recurrent layers and MultiheadAttention have dropout as a number.
-    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0:
-        return "draws random numbers by itself"
-    return "draws random numbers by itself" if isinstance(layer, nn.RReLU) else None
-
-
-def _is_segment(part: object) -> bool:
-    return isinstance(part, Segment)
+    """Raise if a segment holds a layer that writes or draws by itself: it would do so in every row."""
+    for name, layer in host.segments.named_modules():
+        writes = isinstance(layer, _NormBase) and layer.running_mean is not None
+        draws = (
+            (isinstance(layer, _DropoutNd) and layer.p > 0)
+            or (isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0)
+            or isinstance(layer, nn.RReLU)
+        )
+        if writes or draws:
+            raise HostMismatchError(
+                f"segments.{name} of {type(host).__name__} is a {type(layer).__name__} that "
+                f"{'writes running statistics' if writes else 'draws random numbers'} by itself: "
+                "use esper.kasmina.layers.BatchNorm2d, GroupNorm or LayerNorm and no dropout, "
+                "or attach() for foreign networks"
+            )
 
 
 class ConvSegment(Segment):
@@ -153,7 +143,7 @@ class ConvSegment(Segment):
 
 
 class PooledSegment(Segment):
-    """A convolutional segment together with the pool behind it, for a pass that has nothing to do between the two."""
+    """A convolutional segment fused with the pool behind it, for a pass that has nothing to do between them."""
 
     def __init__(self, segment: ConvSegment) -> None:
         super().__init__()
@@ -185,8 +175,8 @@ class ClassifierSegment(Segment):
 class CNNHost(Host):
     """A block per entry of `channels`; the first `pools` blocks end in a pool.
 
-    Slots: `r0c<k>` before the pool of block k, `r1c<k>` after it. With `masked`, the taps of all kernels can be
-    switched off per host (`blind`).
+    Slots: `r0c<k>` before the pool of block k, `r1c<k>` after it. With `masked`, kernel taps can be masked per host
+    (see `blind`).
     """
 
     def __init__(
@@ -210,23 +200,23 @@ class CNNHost(Host):
         if resolution >> pools < 1:
             raise BadValueError(f"resolution {resolution} is too small for {pools} poolings by 2")
         segments: list[Segment] = []
-        places: list[tuple[str, int, int]] = []
+        positions: list[tuple[str, int, int]] = []  # id, width and resolution
         side, width_in = resolution, in_channels
         for block, width in enumerate(channels):
             segments.append(ConvSegment(width_in, width, kernel_size, masked))
-            places.append((slot_id(0, block), width, side))
+            positions.append((slot_id(0, block), width, side))
             if block < pools:
                 side //= 2
                 segments.append(PoolSegment())
-                places.append((slot_id(1, block), width, side))
+                positions.append((slot_id(1, block), width, side))
             width_in = width
         segments.append(ClassifierSegment(width_in, classes))
         slots = [
             SlotSpec(name, width, "image", position=(index + 1) / len(segments), resolution=side)
-            for index, (name, width, side) in enumerate(places)
+            for index, (name, width, side) in enumerate(positions)
         ]
         super().__init__(segments, slots)
-        self._config: HostConfig = {
+        self._config = {
             "channels": list(channels),
             "kernel_size": kernel_size,
             "pools": pools,
@@ -236,22 +226,14 @@ class CNNHost(Host):
             "masked": masked,
         }
 
-    def config(self) -> HostConfig:
-        return dict(self._config)
-
     def blind(self) -> None:
-        """Switch off all taps but the centre one: the host can no longer see shapes. Needs `masked`."""
+        """Mask all kernel taps except the centre, so that the host cannot see shapes. Needs `masked`."""
         for segment in self.segments:
             if isinstance(segment, ConvSegment):
-                mask = segment.conv.mask
+                mask, centre = segment.conv.mask, segment.conv.kernel_size // 2
                 if mask is None:
                     raise BadValueError("only a host built with masked=True can be blinded")
-                mask.zero_()
-                centre = segment.conv.kernel_size // 2
-                mask[centre, centre] = 1
-
-
-Host.KINDS["CNNHost"] = CNNHost
+                mask.zero_()[centre, centre] = 1
 
 
 class TransformerLayer(nn.Module):
@@ -285,12 +267,12 @@ class TokenEmbedding(nn.Module):
         length = ids.shape[-1]
         if length > self.block:
             raise BadValueError(f"a sequence of {length} tokens is longer than the host's block of {self.block}")
-        places = torch.arange(length, device=ids.device).expand(ids.shape)
-        return self.token(ids) + self.position(places)
+        positions = torch.arange(length, device=ids.device).expand(ids.shape)
+        return self.token(ids) + self.position(positions)
 
 
 class LanguageHead(nn.Module):
-    """Final norm, then a score per entry of the vocabulary. No bias: the softmax needs none."""
+    """Final norm, then a score per entry of the vocabulary, without bias."""
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
@@ -315,7 +297,7 @@ class TokenSegment(Segment):
 
 
 class GPTHost(Host):
-    """Transformer layers in equal `groups` (default: of one layer each), with slots `r0c<k>` between the groups."""
+    """Transformer layers in equal `groups` (default: one layer each), with slots `r0c<k>` between them."""
 
     def __init__(
         self,
@@ -328,9 +310,9 @@ class GPTHost(Host):
         groups: int | None = None,
     ) -> None:
         groups = layers if groups is None else groups
-        if min(layers, width, heads, block, vocab, groups) < 1:
-            given = f"{layers=}, {width=}, {heads=}, {block=}, {vocab=}, {groups=}"
-            raise BadValueError(f"GPTHost({given}): all must be positive")
+        sizes = {"layers": layers, "width": width, "heads": heads, "block": block, "vocab": vocab, "groups": groups}
+        if min(sizes.values()) < 1:
+            raise BadValueError(f"GPTHost of {sizes}: all must be positive")
         if width % heads:
             raise BadValueError(f"width {width} is not a multiple of heads {heads}")
         if layers % groups:
@@ -344,17 +326,7 @@ class GPTHost(Host):
             for index in range(groups - 1)
         ]
         super().__init__([TokenSegment(*chain) for chain in chains], slots)
-        self._config: HostConfig = {
-            "layers": layers,
-            "width": width,
-            "heads": heads,
-            "block": block,
-            "vocab": vocab,
-            "groups": groups,
-        }
-
-    def config(self) -> HostConfig:
-        return dict(self._config)
+        self._config = dict(sizes)
 
 
-Host.KINDS["GPTHost"] = GPTHost
+Host.KINDS.update(CNNHost=CNNHost, GPTHost=GPTHost)

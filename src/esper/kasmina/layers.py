@@ -1,14 +1,11 @@
-"""Layers that are one network, or R networks at once.
+"""Row-aware layers: one network, or R networks at once.
 
-A module built from these layers is an ordinary module while its weights have their own shape. Called through
-`torch.func.functional_call` with weights that carry a leading row axis, and an input `(rows, batch, …)`, it is R
-networks side by side. Hosts and blueprints are therefore written once and serve a single network, a fleet and the
-exported model. A layer knows which of the two it is from the number of axes of its weights.
+With weights of their own shape they form an ordinary module. Through `torch.func.functional_call`, with weights that
+carry a leading row axis and inputs `(rows, batch, …)`, they form R networks side by side. So hosts and blueprints are
+written once for a single network, a fleet and the exported model. `row_layout` knows how images of R rows are stored.
 
-How the images of R rows lie in memory is the matter of `row_layout`.
-
-Whether a call trains is an argument of the call, and BatchNorm returns the statistics of its batch instead of writing
-them: the caller decides which rows may write (`write_statistics`).
+Training mode is an argument of the call. BatchNorm returns the statistics of its batch instead of writing them, so the
+caller decides which rows may write (`write_statistics`).
 """
 
 import math
@@ -23,16 +20,13 @@ from torch.nn import functional as F
 from esper.kasmina.row_layout import BACK, STORED, fold_rows, has_kernels, unfold_rows
 
 Statistics = dict[str, Tensor]
-"""Buffer name → the value which this batch alone would give it."""
+"""Buffer name → its value for this batch alone."""
 
 BATCH_NORM_MOMENTUM = 0.1
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape (C,) or (R, C) so that it multiplies channels: axis -3 of images, the last axis of tokens and vectors.
-
-    Rows show in the axes of `values`; what remains of `like` is (B, C, H, W), (B, T, C) or (B, C).
-    """
+    """Reshape (C,) or (R, C) to multiply the channels of `like`: axis -3 of images, the last of tokens and vectors."""
     rows = values.dim() - 1
     spatial = 2 if like.dim() - rows == 4 else 0
     middle = like.dim() - rows - 1 - spatial
@@ -40,7 +34,7 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 def named_statistics(prefix: str, statistics: Statistics) -> Statistics:
-    """The statistics of a child under its name in the parent."""
+    """Statistics of a child under its name in the parent."""
     return {f"{prefix}.{name}": value for name, value in statistics.items()}
 
 
@@ -52,42 +46,58 @@ def write_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> Non
 
 
 def max_pool(x: Tensor, size: int = 2) -> Tensor:
-    """Max pooling of images of one network or of rows."""
+    """Max-pool images of one network or of rows."""
     if x.dim() == 5:
         return unfold_rows(F.max_pool2d(fold_rows(x), size), x.shape[0])
     return F.max_pool2d(x, size)
 
 
 def reset_parameters(module: nn.Module, rng_seed: int) -> None:
-    """Draw all weights of `module` anew: a pure function of the seed and of the order of its layers."""
+    """Redraw all weights of `module`; depends only on the seed and the order of its layers."""
     generator = torch.Generator().manual_seed(rng_seed)
     for layer in module.modules():
         if isinstance(layer, Layer):
             layer.reset(generator)
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def cloned_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers by name."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
 class Layer(nn.Module):
     """A layer that can draw its own initial weights."""
 
+    __call__: Callable[..., Tensor]
+
     def reset(self, generator: torch.Generator | None = None) -> None:
-        """Set parameters and buffers to what they are at birth."""
+        """Initialise parameters and buffers."""
         raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        return ", ".join(f"{name}={value}" for name, value in numbers.items() if name != "training")
 
 
 def is_row_aware(module: nn.Module) -> bool:
-    """Whether all its weights lie in layers of ours, which take rows as they are."""
+    """Whether all weights belong to row-aware layers."""
     owners = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
     return all(isinstance(part, Layer) for part in owners)
 
 
 class RowCall:
-    """R networks at once: natively, or for foreign layers through `vmap`, which is slower."""
+    """Runs R networks at once: natively, or through `vmap` (slower) if it has foreign layers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.native = is_row_aware(module)
 
-    def __call__(self, state: Mapping[str, Tensor], h: Tensor, *arguments: Any) -> Any:  # Any: what the module gives
+    def __call__(self, state: Mapping[str, Tensor], h: Tensor, *arguments: Any) -> Any:  # Any: what the module returns
         """Call with weights and buffers (R, …) and h (R, B, …)."""
         if self.native:
             return functional_call(self.module, dict(state), (h, *arguments))
@@ -96,22 +106,20 @@ class RowCall:
 
 @torch.no_grad()
 def _uniform(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
-    """Fill with U(-bound, bound), drawn on the CPU in float64 so that dtype and device do not change the draw."""
+    """Fill with U(-bound, bound), drawn on the CPU in float64, so that dtype and device do not change the draw."""
     draw = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
     parameter.copy_(draw.mul_(2 * bound).sub_(bound))
 
 
 class Conv2d(Layer):
-    """Convolution with stride 1 that keeps the resolution; odd kernels, no bias (a norm follows everywhere)."""
-
-    __call__: Callable[..., Tensor]
+    """Convolution with stride 1 and "same" padding; odd kernels, no bias because a norm follows."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, *, groups: int = 1, masked: bool = False) -> None:
         super().__init__()
         self.inputs, self.outputs, self.kernel_size, self.groups = inputs, outputs, kernel_size, groups
         self.weight = nn.Parameter(torch.empty(outputs, inputs // groups, kernel_size, kernel_size))
         self.mask: Tensor | None
-        # A mask of the kernel's taps lets hosts of one fleet differ in what they can see.
+        # A mask over kernel taps lets hosts of one fleet differ in what they can see.
         self.register_buffer("mask", torch.ones(kernel_size, kernel_size) if masked else None)
         self.reset()
 
@@ -126,22 +134,18 @@ class Conv2d(Layer):
             return F.conv2d(x, weight, padding=self.kernel_size // 2, groups=self.groups)
         if has_kernels(x) and self.groups == 1:
             return self._cuda_rows(x, weight)
-        return self._grouped(x, weight)
-
-    def _grouped(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = weight.shape[0]
         y = F.conv2d(fold_rows(x), weight.flatten(0, 1), padding=self.kernel_size // 2, groups=rows * self.groups)
         return unfold_rows(y, rows)
 
     def _cuda_rows(self, x: Tensor, weight: Tensor) -> Tensor:
-        """cuDNN's grouped kernels are fast only where a row has as many channels in as out, and not for 1×1.
+        """Convolve rows on CUDA, where cuDNN runs most grouped convolutions row by row.
 
-        Elsewhere they run row by row. So 1×1 is a kernel of ours, and other sizes are filled up with zero channels.
+        It is fast only with as many channels in as out, and not for 1×1. So 1×1 uses a Triton kernel, and other
+        convolutions are padded with zero channels.
         """
-        from esper.kasmina.kernels.host_blocks import (  # triton comes with CUDA builds only
-            mix_channels,
-            resize_channels,
-        )
+        # Only CUDA builds include triton.
+        from esper.kasmina.kernels.host_blocks import mix_channels, resize_channels
 
         stored = x.permute(STORED["cuda"])  # channels are the last axis of memory
         if self.kernel_size == 1:
@@ -161,14 +165,9 @@ class Conv2d(Layer):
         rows = weight.shape[0]
         return unfold_rows(same_conv(fold_rows(x), weight.flatten(0, 1), rows), rows)
 
-    def extra_repr(self) -> str:
-        return f"{self.inputs}, {self.outputs}, kernel_size={self.kernel_size}, groups={self.groups}"
-
 
 class Linear(Layer):
     """Affine map of the last axis."""
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -184,8 +183,8 @@ class Linear(Layer):
             _uniform(self.bias, bound, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        # One network goes through the batched product too: the plain one rounds differently, and a few layers of that
-        # move gradients in float32 by 1e-5.
+        # One network uses the batched product too: the plain one rounds differently, and after a few layers float32
+        # gradients differ by 1e-5.
         single = self.weight.dim() == 2
         weight = self.weight[None] if single else self.weight
         bias = self.bias[None] if single and self.bias is not None else self.bias
@@ -194,38 +193,41 @@ class Linear(Layer):
         y = flat @ weight if bias is None else torch.baddbmm(bias[:, None], flat, weight)
         return y.view(*x.shape[:-1], self.outputs)
 
-    def extra_repr(self) -> str:
-        return f"{self.inputs}, {self.outputs}, bias={self.bias is not None}"
 
+class _AffineNorm(Layer):
+    """Weight one and bias zero per channel; running mean zero and variance one, if it has them."""
 
-class BatchNorm2d(Layer):
-    """Batch normalisation that returns its statistics: `forward(x, train) -> (y, statistics)`."""
-
-    __call__: Callable[..., tuple[Tensor, Statistics]]
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
-        self.register_buffer("running_mean", torch.empty(width))
-        self.register_buffer("running_var", torch.empty(width))
-        self.reset()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator | None = None) -> None:
         self.weight.fill_(1)
         self.bias.zero_()
-        self.running_mean.zero_()
-        self.running_var.fill_(1)
+        for name, buffer in self.named_buffers():
+            buffer.fill_(name == "running_var")
+
+
+class BatchNorm2d(_AffineNorm):
+    """Batch normalisation that returns its statistics: `forward(x, train) -> (y, statistics)`."""
+
+    __call__: Callable[..., tuple[Tensor, Statistics]]  # type: ignore[assignment]  # other layers return a tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+        super().__init__(width, eps)
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
 
     def forward(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
         rows = self.weight.dim() == 2
         folded = fold_rows(x) if rows else x
         if train:
-            # With momentum 1 the kernel leaves the batch's own mean and (unbiased) variance in these two.
+            # With momentum 1 the kernel writes the batch's mean and unbiased variance into these two.
             like = self.running_mean
             mean, var = (torch.ones(like.shape, dtype=like.dtype, device=like.device) for _ in range(2))
         else:
@@ -238,41 +240,20 @@ class BatchNorm2d(Layer):
         return y, {"running_mean": mean, "running_var": var} if train else {}
 
     def relu_pool(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        """The norm, ReLU and 2×2 max pooling: for rows on CUDA one kernel instead of five passes."""
+        """The norm, ReLU and 2×2 max pooling. For rows on CUDA this is one kernel instead of five passes."""
         even = x.shape[-1] % 2 == 0 and x.shape[-2] % 2 == 0
         if not (train and even and x.device.type == "cuda" and self.weight.dim() == 2):
             y, statistics = self(x, train)
             return max_pool(F.relu(y)), statistics
-        from esper.kasmina.kernels.host_blocks import norm_relu_pool  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.host_blocks import norm_relu_pool  # needs triton
 
         y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps)
         shape = self.running_mean.shape
         return unfold_rows(y, x.shape[0]), {"running_mean": mean.view(shape), "running_var": var.view(shape)}
 
-    def extra_repr(self) -> str:
-        return f"{self.width}, eps={self.eps}"
-
-
-class _AffineNorm(Layer):
-    """Weight one and bias zero per channel."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator | None = None) -> None:
-        self.weight.fill_(1)
-        self.bias.zero_()
-
 
 class GroupNorm(_AffineNorm):
     """Group normalisation of images."""
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, groups: int, width: int, *, eps: float = 1e-5) -> None:
         super().__init__(width, eps)
@@ -281,8 +262,8 @@ class GroupNorm(_AffineNorm):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 1:
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-        rows, wide = x.shape[0], self.width // self.groups
-        if has_kernels(x) and wide & (wide - 1) == 0:
+        rows, group_width = x.shape[0], self.width // self.groups
+        if has_kernels(x) and group_width & (group_width - 1) == 0:
             from esper.kasmina.kernels.rows import group_norm_stored
 
             stored = x.permute(STORED["cuda"])
@@ -291,14 +272,9 @@ class GroupNorm(_AffineNorm):
         y = F.group_norm(fold_rows(x), rows * self.groups, self.weight.flatten(), self.bias.flatten(), self.eps)
         return unfold_rows(y, rows)
 
-    def extra_repr(self) -> str:
-        return f"{self.groups}, {self.width}, eps={self.eps}"
-
 
 class LayerNorm(_AffineNorm):
     """Layer normalisation of the last axis."""
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, width: int, *, eps: float = 1e-5) -> None:
         super().__init__(width, eps)
@@ -306,14 +282,9 @@ class LayerNorm(_AffineNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.width,), eps=self.eps) * per_channel(self.weight, x) + per_channel(self.bias, x)
 
-    def extra_repr(self) -> str:
-        return f"{self.width}, eps={self.eps}"
-
 
 class Embedding(Layer):
-    """Table look-up: ids (B, T) → (B, T, width), or (R, B, T) → (R, B, T, width)."""
-
-    __call__: Callable[..., Tensor]
+    """Table lookup: ids (B, T) → (B, T, width), or (R, B, T) → (R, B, T, width)."""
 
     def __init__(self, entries: int, width: int, *, std: float = 0.02) -> None:
         super().__init__()
@@ -333,14 +304,9 @@ class Embedding(Layer):
         offset = torch.arange(rows, device=ids.device).mul_(self.entries).reshape(rows, *[1] * (ids.dim() - 1))
         return F.embedding(ids + offset, self.weight.flatten(0, 1))
 
-    def extra_repr(self) -> str:
-        return f"{self.entries}, {self.width}"
-
 
 class SelfAttention(nn.Module):
     """Causal self-attention of (…, T, width). No key bias: softmax cancels it, so it could never learn."""
-
-    __call__: Callable[..., Tensor]
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -358,9 +324,7 @@ class SelfAttention(nn.Module):
 
 
 class Scale(Layer):
-    """A factor per channel, zero at birth: whatever it closes is silent then, yet has a gradient to open by."""
-
-    __call__: Callable[..., Tensor]
+    """A factor per channel, zero at birth: it silences a seed, but has a gradient that can open it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

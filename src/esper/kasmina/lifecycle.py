@@ -1,19 +1,19 @@
-"""The life of one seed as values: what a slot's state is, and every verb that changes it.
+"""The life of one seed: the state of a slot, and every verb that changes it.
 
-States are immutable and verbs are pure, so a refused verb has changed nothing, and a snapshot is a reference. The same
-functions serve a single model and a fleet. Modules are the business of `slot.py`, conditions that of `gates.py`.
+States are immutable and verbs are pure, so a refused verb changes nothing and a snapshot is a reference. A single model
+and a fleet use the same functions. `slot.py` holds the modules, `gates.py` the conditions.
 
-Time: a step trains first and ticks last. ADVANCE into BLENDING sets the first non-zero alpha at once, so a ramp of
-three trains at ⅓, ⅔ and 1. `tick` is the only place where counters and timers move and where
-transitions happen by themselves.
+A step trains first and ticks last. ADVANCE into BLENDING sets the first non-zero alpha at once, so a ramp of three
+trains at ⅓, ⅔ and 1. Only `tick` moves counters and timers and makes automatic transitions.
 """
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from esper.kasmina.blending import AlphaController, gate_parameters
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.gates import GATE_OF_TARGET, GATES, GateThresholds, gate_germinate
+from esper.kasmina.gates import GATES, GateThresholds, gate_germinate
 from esper.leyline import (
     ALPHA_CURVES,
     BLEND_STYLES,
@@ -44,7 +44,7 @@ class LifecycleConfig:
     """Timers and thresholds of the lifecycle."""
 
     cooldown: int = 3
-    """Ticks from a prune until the slot is usable again."""
+    """Ticks from a prune until the slot is free again."""
     min_prune_age: int = 2
     """Steps in TRAINING before a seed may be pruned."""
     thresholds: GateThresholds = field(default_factory=GateThresholds)
@@ -68,7 +68,7 @@ class SeedState:
     alpha_target: float = 1.0
     controller: AlphaController = field(default_factory=AlphaController)
     pruning: bool = False
-    """A ramp towards 0 at whose end the seed is cut."""
+    """Alpha is on a ramp to 0, after which the seed is removed."""
     steps_in_stage: int = 0
     age: int = 0
     cooldown: int = 0
@@ -79,7 +79,7 @@ class SeedState:
 
     @property
     def alpha(self) -> float:
-        """How strongly the seed acts on the main row."""
+        """Strength of the seed in the main row."""
         return self.controller.alpha
 
     @property
@@ -94,19 +94,19 @@ class SeedState:
 
     @property
     def ramping(self) -> bool:
-        """In mid-ramp: no op may address the slot."""
+        """Whether alpha is on a ramp; no op may address the slot then."""
         return not self.controller.holding
 
 
 def evaluate_gate(state: SeedState, target: SeedStage, thresholds: GateThresholds) -> GateResult:
-    """The verdict of the gate that guards the step to `target`."""
-    return GATES[GATE_OF_TARGET[target]](state, thresholds)
+    """Result of the gate in front of stage `target`."""
+    return GATES[target](state, thresholds)
 
 
 def germinate(
     state: SeedState, blueprint: str, *, style: str = "add", tempo: int = 3, alpha_target: float = 1.0
 ) -> SeedState:
-    """A new seed in a dormant slot."""
+    """Put a new seed into a dormant slot."""
     if style not in BLEND_STYLES:
         raise UnknownNameError("blending style", style, BLEND_STYLES)
     require_whole("tempo", tempo, 0, remark="; it is the number of steps of the first ramp")
@@ -115,14 +115,9 @@ def germinate(
         alive = state.stage in LIVE_STAGES
         holder = f"holds a {state.blueprint!r} seed" if alive else f"rests for {state.cooldown} more ticks"
         raise SlotOccupiedError(f"slot {state.slot_id!r} {holder} ({state.stage.name}); germinate in a DORMANT one")
+    germinations = state.germinations + 1
     return SeedState(
-        state.slot_id,
-        SeedStage.GERMINATED,
-        blueprint,
-        style,
-        tempo,
-        alpha_target,
-        germinations=state.germinations + 1,
+        state.slot_id, SeedStage.GERMINATED, blueprint, style, tempo, alpha_target, germinations=germinations
     )
 
 
@@ -136,7 +131,7 @@ def sow(
     alpha_target: float = 1.0,
     budget_left: int | None = None,
 ) -> SeedState:
-    """A new seed of a registered blueprint, if it fits the slot and the budget pays for it (None: no budget)."""
+    """Germinate a registered blueprint if it fits the slot and the budget (None: unlimited)."""
     spec = BlueprintRegistry.spec(slot.topology, blueprint)
     sown = germinate(state, blueprint, style=style, tempo=tempo, alpha_target=alpha_target)
     verdict = gate_germinate(state.stage, spec, slot, style, budget_left)
@@ -146,18 +141,12 @@ def sow(
 
 
 def advance(state: SeedState, config: LifecycleConfig) -> SeedState:
-    """One transition forward along the main line, if its gate passes."""
-    target = {
-        SeedStage.GERMINATED: SeedStage.TRAINING,
-        SeedStage.TRAINING: SeedStage.BLENDING,
-        SeedStage.BLENDING: SeedStage.HOLDING,
-        SeedStage.HOLDING: SeedStage.FOSSILIZED,
-    }.get(state.stage)
+    """Move to the next stage, if its gate passes."""
+    target = dict(pairwise([SeedStage.GERMINATED, *GATES])).get(state.stage)
     if target is None:
-        remedy = {
-            SeedStage.DORMANT: "germinate a seed first",
-            SeedStage.FOSSILIZED: "a fossil is permanent",
-        }.get(state.stage, f"the slot rests; {state.cooldown} ticks are left")
+        resting = f"the slot rests; {state.cooldown} ticks are left"
+        remedies = {SeedStage.DORMANT: "germinate a seed first", SeedStage.FOSSILIZED: "a fossil is permanent"}
+        remedy = remedies.get(state.stage, resting)
         raise StageError(f"slot {state.slot_id!r} cannot advance from {state.stage.name}: {remedy}")
     if state.pruning:
         raise StageError(f"slot {state.slot_id!r} is being pruned; it cannot advance")
@@ -169,17 +158,17 @@ def advance(state: SeedState, config: LifecycleConfig) -> SeedState:
         )
     moved = enter(state, target)
     if target is SeedStage.BLENDING:
-        # The first non-zero alpha acts in the very next training.
+        # The first non-zero alpha acts in the next training.
         return replace(moved, controller=state.controller.retarget(state.alpha_target, state.tempo).step())
     return moved
 
 
 def enter(state: SeedState, target: SeedStage) -> SeedState:
-    """Take a step of the transition table; the stage's counter starts anew."""
+    """Make a transition of the table; restarts the stage's counter."""
     if not can_transition(state.stage, target):
         raise StageError(f"slot {state.slot_id!r}: there is no step from {state.stage.name} to {target.name}")
     entered = replace(state, stage=target, steps_in_stage=0)
-    # G5 judges a seed at the alpha that it holds: what was measured on the way there says nothing of that.
+    # G5 judges a seed at the alpha that it holds, so contributions measured during the ramp do not count.
     return replace(entered, contributions=()) if target is SeedStage.HOLDING else entered
 
 
@@ -191,7 +180,7 @@ def fossilize(state: SeedState, config: LifecycleConfig) -> SeedState:
 
 
 def set_alpha_target(state: SeedState, target: float, steps: int, curve: str = "linear") -> SeedState:
-    """Send a held seed to another alpha; it blends on its way there."""
+    """Send a HOLDING seed to another alpha; it is BLENDING during the ramp."""
     if state.stage is not SeedStage.HOLDING:
         raise StageError(f"slot {state.slot_id!r} has no alpha to set in {state.stage.name}; only a HOLDING seed has")
     require_share("alpha target", target, remark="; to silence a seed, prune it")
@@ -202,7 +191,7 @@ def set_alpha_target(state: SeedState, target: float, steps: int, curve: str = "
 
 
 def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: str = "linear") -> SeedState:
-    """Cut the seed: at once, or by a ramp to 0 that cannot be addressed until it ends."""
+    """Remove the seed: at once, or after a ramp to 0 during which no op may address it."""
     if state.stage not in LIVE_STAGES or state.stage is SeedStage.FOSSILIZED:
         why = "a fossil is permanent" if state.stage is SeedStage.FOSSILIZED else "there is no seed in it"
         raise StageError(f"slot {state.slot_id!r} cannot be pruned in {state.stage.name}: {why}")
@@ -215,7 +204,7 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
             f"it may be pruned after {config.min_prune_age}"
         )
     if state.ramping:
-        raise StageError(f"slot {state.slot_id!r} is in mid-ramp; it can be pruned when alpha holds")
+        raise StageError(f"slot {state.slot_id!r} is on a ramp; it can be pruned when alpha holds")
     if steps == 0 or state.alpha == 0.0:
         return cut(state, config)
     blending = state if state.stage is SeedStage.BLENDING else enter(state, SeedStage.BLENDING)
@@ -225,13 +214,13 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
 
 
 def cut(state: SeedState, config: LifecycleConfig) -> SeedState:
-    """The seed is gone; the slot begins to rest."""
+    """Remove the seed and start the cooldown."""
     enter(state, SeedStage.PRUNED)
     return SeedState(state.slot_id, SeedStage.PRUNED, cooldown=config.cooldown, germinations=state.germinations)
 
 
 def tick(state: SeedState, config: LifecycleConfig) -> tuple[SeedState, tuple[StageChange, ...]]:
-    """The end of a step: counters, schedules, timers, and the transitions that happen by themselves."""
+    """End a step: move counters, ramps and timers, and make automatic transitions."""
     before = state.stage
     if state.stage in COOLDOWN_STAGES:
         state = _rest(state)
@@ -241,9 +230,7 @@ def tick(state: SeedState, config: LifecycleConfig) -> tuple[SeedState, tuple[St
             state = enter(state, SeedStage.TRAINING)
         elif state.stage is SeedStage.BLENDING:
             state = _ramp(state, config)
-    if state.stage is before:
-        return state, ()
-    return state, (StageChange(state.slot_id, before, state.stage, "tick"),)
+    return state, () if state.stage is before else (StageChange(state.slot_id, before, state.stage, "tick"),)
 
 
 def _rest(state: SeedState) -> SeedState:
@@ -255,41 +242,38 @@ def _rest(state: SeedState) -> SeedState:
 
 
 def _ramp(state: SeedState, config: LifecycleConfig) -> SeedState:
-    """A ramp that has been trained at its target ends; any other goes one step on."""
+    """End a ramp that has trained at its target; move any other one step."""
     if state.controller.holding:
         return enter(state, SeedStage.HOLDING)
     moved = replace(state, controller=state.controller.step())
-    if moved.pruning and moved.alpha == 0.0:
-        return cut(moved, config)
-    return moved
+    return cut(moved, config) if moved.pruning and moved.alpha == 0.0 else moved
 
 
 def record_gradient(state: SeedState, norm: float) -> SeedState:
-    """The norm of the seed's last gradient."""
+    """Record the norm of the seed's last gradient."""
     return replace(state, gradient_norm=norm if math.isfinite(norm) else math.inf)
 
 
 def record_audition(state: SeedState, measured: Measurement) -> SeedState:
-    """A shadow row was compared with the main row."""
+    """Record the shadow row's advantage over the main row."""
     return replace(state, auditions=(*state.auditions, measured)[-MEASUREMENTS_KEPT:])
 
 
 def record_contribution(state: SeedState, measured: Measurement) -> SeedState:
-    """The main row was compared with this seed silenced."""
+    """Record the main row's advantage over the row without this seed."""
     return replace(state, contributions=(*state.contributions, measured)[-MEASUREMENTS_KEPT:])
 
 
 def seed_parameters(slot: SlotSpec, state: SeedState) -> int:
-    """Parameters of the seed and its gate; 0 where there is none."""
+    """Parameters of the seed and its gate; 0 in an empty slot."""
     if state.blueprint is None:
         return 0
-    return BlueprintRegistry.spec(slot.topology, state.blueprint).count(slot.width) + gate_parameters(
-        state.style, slot.width
-    )
+    spec = BlueprintRegistry.spec(slot.topology, state.blueprint)
+    return spec.count(slot.width) + gate_parameters(state.style, slot.width)
 
 
 def report(state: SeedState, parameters: int) -> SeedReport:
-    """What a controller may know of a slot."""
+    """What a controller may know about a slot."""
     return SeedReport(
         slot_id=state.slot_id,
         stage=state.stage,

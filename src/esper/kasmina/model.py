@@ -1,4 +1,4 @@
-"""A host that can grow: the verbs of the lifecycle, the losses to train on, and what to save."""
+"""A host that can grow: the verbs of the lifecycle, the losses to train on, checkpoints and export."""
 
 import inspect
 import weakref
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina import checkpoint, lifecycle
-from esper.kasmina.body import Body, SegmentedBody
 from esper.kasmina.compare import Comparison, compare, cross_entropy
 from esper.kasmina.harden import harden
 from esper.kasmina.hosts import Host
+from esper.kasmina.layers import count_parameters
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
-from esper.kasmina.slot import ISOLATIONS, Isolation, SeedSlot
+from esper.kasmina.slot import ISOLATIONS, Body, Isolation, SeedSlot, SegmentedBody
 from esper.leyline import (
     LIVE_STAGES,
     BadValueError,
@@ -29,30 +29,31 @@ from esper.leyline import (
 from esper.leyline.numbers import require_whole
 
 RECOMPILE_LIMIT = 128
-"""Graphs of one compiled model: a few for each seed in its life, where torch by default gives up after eight."""
+"""Compiled graphs per model. A seed needs a few during its life; the default of torch is eight in all."""
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class Follower(Protocol):
-    """Something that has to know which seeds live, such as an optimiser."""
+    """Something that must know which seeds are alive, such as an optimiser."""
 
     def sync(self) -> None:
-        """Look again."""
-        ...
+        """Adapt to the seeds that are alive now."""
 
 
-def check_settings(config: LifecycleConfig | None, budget: int | None, rng_seed: int) -> None:
-    """Raise where a model could be built from these, but not saved and loaded again."""
+def check_settings(isolation: Isolation, config: LifecycleConfig | None, budget: int | None, rng_seed: int) -> None:
+    """Raise if a model with these settings could not be saved and loaded."""
+    if isolation not in ISOLATIONS:
+        raise UnknownNameError("isolation", isolation, ISOLATIONS)
     if config is not None and not isinstance(config, LifecycleConfig):
-        raise BadValueError(f"config is a {type(config).__name__}; pass a LifecycleConfig, or None for the usual one")
+        raise BadValueError(f"config is a {type(config).__name__}; pass a LifecycleConfig, or None for the default")
     if budget is not None:
-        require_whole("budget", budget, 0, remark=": it is the number of parameters that may grow, None for any")
+        require_whole("budget", budget, 0, remark=": it limits the grown parameters, None for no limit")
     require_whole("rng_seed", rng_seed)
 
 
 def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolation) -> SegmentedBody:
-    """A host of segments with these of its slots (None: all)."""
+    """A host of segments with the given slots (None: all)."""
     if not isinstance(host, Host):
         raise HostMismatchError(
             f"{type(host).__name__} is no Host (segments with slots between them): "
@@ -73,10 +74,9 @@ def _segmented(host: Host, slots: Sequence[str] | str | None, isolation: Isolati
 
 
 class MorphogeneticModel(nn.Module):
-    """A host with slots in which seeds can be grown by hand or by a controller.
+    """A host with slots in which seeds grow, by hand or by a controller.
 
-    Train it with `losses`: the sum of what it returns gives every parameter the gradient that its stage asks for.
-    Call `tick` at the end of each step.
+    Train it on the sum of `losses`, which gives every parameter the gradient of its stage. Call `tick` after each step.
     """
 
     def __init__(
@@ -89,17 +89,12 @@ class MorphogeneticModel(nn.Module):
         budget: int | None = None,
         rng_seed: int = 0,
     ) -> None:
-        """`slots` are ids of the host (default: all); `budget` bounds the parameters that may be grown in all."""
+        """`slots` are slot ids of the host (default: all); `budget` limits the grown parameters."""
         super().__init__()
-        if isolation not in ISOLATIONS:
-            raise UnknownNameError("isolation", isolation, ISOLATIONS)
-        check_settings(config, budget, rng_seed)
-        if not isinstance(host, Body):
-            self.body: Body = _segmented(host, slots, isolation)
-        elif slots is None:
-            self.body = host
-        else:
-            raise BadValueError(f"slots {list(slots)} were given with a body that has its own")
+        check_settings(isolation, config, budget, rng_seed)
+        if isinstance(host, Body) and slots is not None:
+            raise BadValueError(f"slots {list(slots)} were given with a body, which has its own; omit them")
+        self.body = host if isinstance(host, Body) else _segmented(host, slots, isolation)
         self.isolation = isolation
         self.config = config if config is not None else LifecycleConfig()
         self.budget = budget
@@ -118,23 +113,23 @@ class MorphogeneticModel(nn.Module):
         """Slots by id, in the host's order."""
         return dict(self.body.slot_items())
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: whatever the host takes
-        """The network itself (the main row). In training mode it moves the running statistics."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: arguments of the host
+        """Run the network itself, the main row. In training mode it updates the running statistics."""
         return self.body.call(self.training, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # Any: the arguments of torch.compile
-        """Compile the rows in place, for `forward` and `losses` alike. Stages and alphas may change at any time.
+        """Compile the rows in place, for both `forward` and `losses`.
 
-        The graph changes when a seed begins or ceases to act, never by alpha alone.
+        The graph changes when a seed starts or stops acting, never with alpha alone.
         """
-        if "recompile_limit" in inspect.signature(torch.compile).parameters:  # newer than our oldest torch
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in every supported torch
             kwargs.setdefault("recompile_limit", RECOMPILE_LIMIT)
         self.body.compile(*args, **kwargs)
 
     def losses(self, x: Tensor, targets: Tensor, criterion: Criterion = cross_entropy) -> dict[str, Tensor]:
-        """The main row's loss under `main`, and under its slot id the shadow's loss of every TRAINING seed.
+        """The main row's loss under `main`, and the shadow row's loss of every TRAINING seed under its slot id.
 
-        No parameter is in two of them, so `sum(losses.values()).backward()` serves all.
+        No parameter is in two of them: call `sum(losses.values()).backward()`.
         """
         training = [] if self.isolation == "straight_through" else self._in_stage(SeedStage.TRAINING)
         output, taps = self.body.main(x, self.training, training)
@@ -145,39 +140,38 @@ class MorphogeneticModel(nn.Module):
 
     @torch.no_grad()
     def measure(self, x: Tensor, targets: Tensor, calibration: Tensor) -> Comparison:
-        """Audition seeds in TRAINING, silence those that act, and note what was found in their states.
+        """Measure auditions of TRAINING seeds and contributions of acting ones, and record them in their states.
 
-        `calibration` are training inputs (512 serve well) that set each row's normalisation statistics.
+        `calibration` holds training inputs (512 are enough) that set each row's normalisation statistics.
         """
-        with torch.compiler.set_stance("force_eager"):  # rows that run once are not worth a graph each
-            found = compare(self.body, x, targets, calibration)
-        for slot_id, audition in found.auditions.items():
-            slot = self.body.slot(slot_id)
-            slot.settle(lifecycle.record_audition(slot.state, audition.accuracy))
-        for slot_id, contribution in found.contributions.items():
-            slot = self.body.slot(slot_id)
-            slot.settle(lifecycle.record_contribution(slot.state, contribution.accuracy))
-        return found
+        with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
+            comparison = compare(self.body, x, targets, calibration)
+        for slot_id, slot in self.body.slot_items():
+            if slot_id in comparison.auditions:
+                slot.settle(lifecycle.record_audition(slot.state, comparison.auditions[slot_id].accuracy))
+            elif slot_id in comparison.contributions:
+                slot.settle(lifecycle.record_contribution(slot.state, comparison.contributions[slot_id].accuracy))
+        return comparison
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
     def germinate_seed(
         self, slot_id: str, blueprint: str, *, style: str = "add", tempo: int = 3, alpha_target: float = 1.0
     ) -> StageChange:
-        """Plant a seed in a dormant slot. `tempo` is the number of steps of its first ramp, to `alpha_target`."""
+        """Plant a seed in a dormant slot. Its first ramp takes `tempo` steps to `alpha_target`."""
         slot = self.body.slot(slot_id)
         left = None if self.budget is None else self.budget - self.grown_parameter_count
         state = lifecycle.sow(
             slot.state, slot.spec, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
         before = slot.state.stage
-        rng_seed = derive_seed(self.rng_seed, slot_id, state.germinations)
-        slot.plant(state, rng_seed, like=self.body.like(slot_id))
+        slot.plant(state, derive_seed(self.rng_seed, slot_id, state.germinations), like=self.body.like(slot_id))
         slot.train(self.training)
-        return self._announce(StageChange(slot_id, before, state.stage, "germinate"))
+        self._notify()
+        return StageChange(slot_id, before, state.stage, "germinate")
 
     def advance(self, slot_id: str) -> StageChange:
-        """One transition forward: to TRAINING, BLENDING, HOLDING or FOSSILIZED."""
+        """Move a seed to its next stage: TRAINING, BLENDING, HOLDING or FOSSILIZED."""
         return self._change(slot_id, "advance", lambda state: lifecycle.advance(state, self.config))
 
     def fossilize(self, slot_id: str) -> StageChange:
@@ -185,24 +179,24 @@ class MorphogeneticModel(nn.Module):
         return self._change(slot_id, "fossilize", lambda state: lifecycle.fossilize(state, self.config))
 
     def set_alpha_target(self, slot_id: str, target: float, *, steps: int = 3, curve: str = "linear") -> StageChange:
-        """Send a HOLDING seed to another alpha in so many steps."""
+        """Send a HOLDING seed to another alpha by a ramp of `steps`."""
         return self._change(
             slot_id, "set_alpha_target", lambda state: lifecycle.set_alpha_target(state, target, steps, curve)
         )
 
     def prune_seed(self, slot_id: str, *, steps: int = 0, curve: str = "linear") -> StageChange:
-        """Cut a seed, at once or by a ramp of so many steps; its parameters and optimiser state go with it."""
+        """Remove a seed with its parameters and optimiser state, at once or after a ramp of `steps`."""
         return self._change(
             slot_id, "prune", lambda state: lifecycle.prune(state, self.config, steps=steps, curve=curve)
         )
 
     def tick(self) -> tuple[StageChange, ...]:
-        """The end of a step: counters, alpha schedules, cooldowns, and what happens by itself."""
-        # All or nothing: every state is known before the first slot adopts its own.
+        """End a step: move counters, alpha ramps and cooldowns, and make automatic transitions."""
+        # All or nothing: every new state is computed before the first slot adopts its own.
         ticked = [(slot, *lifecycle.tick(slot.state, self.config)) for _, slot in self.body.slot_items()]
         for slot, state, _ in ticked:
             slot.settle(state)
-        changes = tuple(change for _, _, found in ticked for change in found)
+        changes = tuple(change for *_, own in ticked for change in own)
         if changes:
             self._notify()
         return changes
@@ -211,23 +205,20 @@ class MorphogeneticModel(nn.Module):
         slot = self.body.slot(slot_id)
         before, after = slot.state, verb(slot.state)
         slot.settle(after)
-        return self._announce(StageChange(slot_id, before.stage, after.stage, cause))
-
-    def _announce(self, change: StageChange) -> StageChange:
         self._notify()
-        return change
+        return StageChange(slot_id, before.stage, after.stage, cause)
 
     def _notify(self) -> None:
         for follower in list(self._followers):
             follower.sync()
 
     def follow(self, follower: Follower) -> None:
-        """Tell `follower` of every birth and death from now on (it is held weakly)."""
+        """Call `follower.sync` now and at every change; holds only a weak reference."""
         self._followers.add(follower)
         follower.sync()
 
     def __getstate__(self) -> dict[str, Any]:  # Any: the attributes of a module
-        """All but the followers: they follow this very model, not a copy of it."""
+        """All attributes except the followers: they follow this model, not a copy."""
         return {name: value for name, value in nn.Module.__getstate__(self).items() if name != "_followers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,40 +239,39 @@ class MorphogeneticModel(nn.Module):
         return tuple(slot.report() for _, slot in self.body.slot_items())
 
     def host_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the host alone."""
+        """Parameters of the host."""
         return self.body.host.parameters()
 
     def seed_parameters(self, slot_id: str | None = None) -> Iterator[nn.Parameter]:
-        """Parameters of the seed (and gate) in one slot, or in all."""
-        if slot_id is None:
-            return self.body.slots.parameters()
-        return self.body.slot(slot_id).parameters()
+        """Parameters of the seed and gate in one slot, or in all."""
+        return (self.body.slots if slot_id is None else self.body.slot(slot_id)).parameters()
 
     @property
     def host_parameter_count(self) -> int:
-        """Parameters of the host."""
-        return sum(parameter.numel() for parameter in self.host_parameters())
+        """Number of parameters of the host."""
+        return count_parameters(self.body.host)
 
     @property
     def grown_parameter_count(self) -> int:
-        """Parameters of all seeds."""
-        return sum(parameter.numel() for parameter in self.seed_parameters())
+        """Number of parameters of all seeds and gates."""
+        return count_parameters(self.body.slots)
 
     def observe_gradients(self, norms: Mapping[str, float] | None = None) -> None:
-        """Note the gradient norm of each live seed: as given, or as the last backward pass left it."""
-        for slot_id in self.live_slots():
-            slot = self.body.slot(slot_id)
-            gradients = [p.grad for p in slot.parameters() if p.grad is not None]
-            if norms is not None and slot_id in norms:
+        """Record the gradient norm of each live seed: as given, or from the last backward pass."""
+        if norms is None:
+            gradients = {
+                slot_id: [p.grad for p in self.seed_parameters(slot_id) if p.grad is not None]
+                for slot_id in self.live_slots()
+            }
+            norms = {name: float(torch.nn.utils.get_total_norm(own)) for name, own in gradients.items() if own}
+        for slot_id, slot in self.body.slot_items():
+            if slot_id in norms and slot.state.stage in LIVE_STAGES:
                 slot.settle(lifecycle.record_gradient(slot.state, norms[slot_id]))
-            elif norms is None and gradients:
-                norm = float(torch.nn.utils.get_total_norm(gradients))
-                slot.settle(lifecycle.record_gradient(slot.state, norm))
 
     # -- to disk and out ----------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: weights as safetensors, everything else as JSON. It replaces the one in `folder`."""
+        """Write a checkpoint, weights as safetensors and the rest as JSON. Replaces the one in `folder`."""
         checkpoint.save(
             Path(folder),
             self.body,
@@ -293,25 +283,25 @@ class MorphogeneticModel(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, model: "MorphogeneticModel | None" = None) -> "MorphogeneticModel":
-        """Rebuild what `save` wrote. A host that is not built in must be handed in, in a freshly built `model`.
+        """Load what `save` wrote. For a host that is not built in, pass a freshly built `model`.
 
-        A model that was handed in becomes the saved one, or is left as it was by a `CheckpointError`.
+        That model becomes the saved one. A `CheckpointError` leaves it unchanged.
         """
         if model is not None and not isinstance(model, MorphogeneticModel):
             raise BadValueError(
                 f"load(folder, model) takes a MorphogeneticModel, not {type(model).__name__}: "
-                "wrap the host as it was when it was saved, by MorphogeneticModel(host, slots) or attach(host, slots)"
+                "wrap the host as when it was saved, by MorphogeneticModel(host, slots) or attach(host, slots)"
             )
-        found = checkpoint.read(Path(folder))
+        stored = checkpoint.read(Path(folder))
         if model is None:
-            model = cls(found.build_host(), found.model.slot_ids, isolation=found.model.isolation)
-        model.restore(found)
+            model = cls(stored.build_host(), stored.model.slot_ids, isolation=stored.model.isolation)
+        model.restore(stored)
         return model
 
-    def restore(self, found: checkpoint.Checkpoint) -> None:
-        """Become what was saved, or stay as it is by a `CheckpointError`."""
-        checkpoint.restore(found, self.body)
-        saved = found.model
+    def restore(self, stored: checkpoint.Checkpoint) -> None:
+        """Become the saved model. A `CheckpointError` leaves this one unchanged."""
+        checkpoint.restore(stored, self.body)
+        saved = stored.model
         self.isolation, self.config = saved.isolation, saved.config
         self.budget, self.rng_seed = saved.budget, saved.rng_seed
         self._notify()
@@ -325,11 +315,11 @@ class MorphogeneticModel(nn.Module):
         calibration: Tensor | None = None,
         example: Tensor | None = None,
     ) -> nn.Module:
-        """A plain torch module with the fossils built in; with a folder, also written so that it loads without Esper.
+        """A plain torch module with the fossils built in. With a folder, also write files that load without Esper.
 
-        Live seeds that are no fossils must be named in `keep` or `drop`. Dropping a seed that acts moves the
-        activations behind it, so the running statistics are set anew from `calibration` (training inputs). An attached
-        host is also written as `model.pt2`, traced with the `example` input. The model itself stays as it is.
+        Name live seeds that are not fossils in `keep` or `drop`. Dropping an acting seed changes the activations behind
+        it, so the running statistics are recomputed from `calibration` (training inputs). An attached host is also
+        written as `model.pt2`, traced with the `example` input. The model itself does not change.
         """
-        place = None if folder is None else Path(folder)
-        return harden(self.body, place, keep=keep, drop=drop, calibration=calibration, example=example)
+        path = None if folder is None else Path(folder)
+        return harden(self.body, path, keep=keep, drop=drop, calibration=calibration, example=example)

@@ -1,25 +1,25 @@
-"""Rows side by side: how the images of R networks lie in memory, and how rows are taken, added to and joined.
+"""Memory layout of rows: how images of R networks are stored, and how rows are gathered, added and concatenated.
 
 Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, channels last on CUDA, so that a
-grouped convolution and the norms see them without a copy. Only the functions here, and CUDA kernels, know this.
+grouped convolution and the norms need no copy. Only the functions here and the CUDA kernels depend on this.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Axes (rows, batch, channels, height, width) in the order of memory: on CUDA a grouped convolution then sees
-# channels-last images, on the CPU contiguous ones.
+# Axes (rows, batch, channels, height, width) in memory order. A grouped convolution then sees channels-last images on
+# CUDA and contiguous ones on the CPU.
 STORED = {"cuda": (1, 3, 4, 0, 2), "cpu": (1, 0, 2, 3, 4)}
 BACK = {"cuda": (3, 0, 4, 1, 2), "cpu": (1, 0, 2, 3, 4)}
 _ROW_AXIS = {"cuda": 3, "cpu": 1}
 
 
 def fold_rows(x: Tensor) -> Tensor:
-    """(R, B, C, H, W) → (B, R·C, H, W); a view where the rows are stored that way, a copy elsewhere."""
+    """(R, B, C, H, W) → (B, R·C, H, W); a view if the rows are stored that way, else a copy."""
     folded = x.transpose(0, 1).flatten(1, 2)
     return folded.contiguous(memory_format=torch.channels_last) if x.device.type == "cuda" else folded
 
@@ -31,88 +31,85 @@ def unfold_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether these are rows of images for which there are kernels of ours: on CUDA, in no more than float32."""
+    """Whether the Triton kernels serve these: rows of images on CUDA, not in float64."""
     return x.dim() == 5 and x.device.type == "cuda" and x.dtype != torch.float64
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, int]:
-    """The same numbers in the order of memory, and the axis of rows there."""
+    """`x` with axes in memory order, and the axis of its rows."""
     if x.dim() != 5:
         return x, 0
     return x.permute(STORED[x.device.type]), _ROW_AXIS[x.device.type]
 
 
 def _back(x: Tensor) -> Tensor:
-    """From the order of memory to (R, B, …)."""
+    """From memory order to (R, B, …)."""
     return x.permute(BACK[x.device.type]) if x.dim() == 5 else x
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows of these numbers, in the layout that rows are stored in."""
+    """Gather the rows with these indices, in the stored layout."""
     stored, axis = _as_stored(x)
     recorded = x.requires_grad and torch.is_grad_enabled()
     if stored.dim() == 5 and stored.is_contiguous() and x.device.type == "cuda" and not recorded:
-        from esper.kasmina.kernels.rows import take_stored  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.rows import take_stored  # only CUDA builds include triton
 
         return _back(take_stored(stored, rows))
     return _back(stored.index_select(axis, rows))
 
 
 def cat_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Rows behind rows."""
+    """Concatenate rows."""
     stored, axes = zip(*(_as_stored(part) for part in parts), strict=True)
     return _back(torch.cat(stored, axes[0]))
 
 
 def split_rows(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The first rows and the rest, each stored for itself."""
+    """The first rows and the rest, each contiguous in the stored layout."""
     stored, axis = _as_stored(x)
     before, behind = stored.split([first, stored.shape[axis] - first], axis)
     return _back(before.contiguous()), _back(behind.contiguous())
 
 
 def copy_rows(x: Tensor) -> Tensor:
-    """A copy in the layout that rows are stored in, whatever that of `x` is."""
+    """A copy in the stored layout."""
     return _back(_as_stored(x)[0].clone(memory_format=torch.contiguous_format))
 
 
 def add_into_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Add to the rows of these numbers, in place; a number may occur several times."""
+    """Add to the rows with these indices, in place; an index may repeat."""
     stored, axis = _as_stored(x)
     stored.index_add_(axis, rows, _as_stored(values)[0])
 
 
 def _with_added(x: Tensor, rows: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """A copy of `x`, one for all, with all values added to their rows."""
+    """One copy of `x` with all values added to their rows."""
     result = copy_rows(x)
-    for numbers, value in zip(rows, values, strict=True):
-        add_into_rows(result, numbers, value)
+    for indices, value in zip(rows, values, strict=True):
+        add_into_rows(result, indices, value)
     return result
 
 
-Over = Callable[[Sequence[Tensor]], AbstractContextManager[Iterator[Tensor]]]
-
-
-@contextmanager
-def in_turn(items: Sequence[Tensor]) -> Iterator[Iterator[Tensor]]:
-    """One after the other."""
-    yield iter(items)
+Over = Callable[[Sequence[Tensor]], AbstractContextManager[Iterable[Tensor]]]
+"""Walks over groups of rows, one after the other or on parallel streams."""
 
 
 class _Share(torch.autograd.Function):
-    """`x` itself and several groups of its rows. Backwards all of them meet in one copy of the gradient; one by one,
-    every group would cost a gradient of the whole size."""
+    """`x` itself and several groups of its rows.
+
+    The backward pass adds all groups into one copy of the gradient; separate gathers would need one copy per group.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Over, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rows)
         with over(rows) as walk:
-            return x.view_as(x), *(take_rows(x, numbers) for numbers in walk)
+            return x.view_as(x), *(take_rows(x, indices) for indices in walk)
 
     @staticmethod
-    def backward(ctx: Any, whole: Tensor, *taken: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, whole: Tensor, *groups: Tensor) -> tuple[Tensor | None, ...]:
         rows = ctx.saved_tensors
-        return _with_added(whole, rows, taken), None, *(None for _ in rows)
+        return _with_added(whole, rows, groups), None, *(None for _ in rows)
 
 
 class _Add(torch.autograd.Function):
@@ -127,19 +124,16 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows = ctx.saved_tensors
-        return gradient, None, *(None for _ in rows), *(take_rows(gradient, numbers) for numbers in rows)
+        return gradient, None, *(None for _ in rows), *(take_rows(gradient, indices) for indices in rows)
 
 
-def share_rows(x: Tensor, rows: Sequence[Tensor], over: Over = in_turn) -> tuple[Tensor, list[Tensor]]:
-    """`x`, and the rows of each group of numbers, gathered `over` these in turn or side by side.
-
-    What is made of the rows is to be added to the `x` returned.
-    """
-    shared, *taken = _Share.apply(x, over, *rows)  # type: ignore[no-untyped-call]  # torch does not say
-    return shared, taken
+def share_rows(x: Tensor, rows: Sequence[Tensor], over: Over = nullcontext) -> tuple[Tensor, list[Tensor]]:
+    """`x`, and the rows of each group of indices. Add what is computed from the rows to the returned `x`."""
+    shared, *groups = _Share.apply(x, over, *rows)  # type: ignore[no-untyped-call]  # torch does not type it
+    return shared, groups
 
 
 def add_rows(x: Tensor, rows: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """`x` with `values` added to the rows of each group of numbers; a number may occur several times."""
-    result: Tensor = _Add.apply(x, len(rows), *rows, *values)  # type: ignore[no-untyped-call]  # torch does not say
+    """`x` with `values` added to the rows of each group of indices; an index may repeat."""
+    result: Tensor = _Add.apply(x, len(rows), *rows, *values)  # type: ignore[no-untyped-call]  # torch does not type it
     return result

@@ -1,20 +1,19 @@
-"""Checkpoints of a training loop of one's own: everything that it needs to go on as if nothing had happened.
+"""Checkpoints of a user's training loop: everything that it needs to resume exactly.
 
-    runs/mine/step-00042/model/      the model with its seeds: `MorphogeneticModel.load` reads it alone, too
+    runs/mine/step-00042/model/      the model with its seeds; `MorphogeneticModel.load` reads it too
     runs/mine/step-00042/training/   optimiser, schedulers and others; random streams; the machine
 
-A step's folder is there as a whole or not at all, so model and optimiser are always of one moment; the last few are
-kept.
+A step's folder is complete or absent, so model and optimiser always match. The last few folders are kept.
 """
 
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from esper.kasmina import checkpoint
 from esper.kasmina.model import MorphogeneticModel
-from esper.kasmina.random_state import RandomState
+from esper.kasmina.slot import RandomState
 from esper.leyline import CheckpointError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json, decode, encode
@@ -30,19 +29,20 @@ from esper.storage.files import folder_lock, replace_folder, storage_errors
 from esper.storage.series import KEEP, Series
 from esper.storage.stored import Machine, StoredFormat, checkpoint_errors, read_stored, write_stored
 
-State = Any  # nested dicts, lists and tuples of tensors, numbers, words and None
+State = Any  # nested dicts, lists and tuples of tensors, numbers, strings and None
 
 
 def split_state(state: State, name: str, tensors: dict[str, Tensor]) -> Json:
-    """The JSON of a state; its tensors are added to `tensors`, under names that begin with `name`."""
+    """Encode a state as JSON. Its tensors go into `tensors`, under names that begin with `name`."""
     if isinstance(state, Tensor):
-        if name in tensors:  # keys may hold a slash
-            name = f"{name}#{len(tensors)}"
+        name = f"{name}#{len(tensors)}" if name in tensors else name  # keys may contain a slash
         tensors[name] = state
         return {"tensor": name}
     if isinstance(state, dict):
+        if wrong := [key for key in state if type(key) not in (int, str)]:
+            raise CheckpointError(f"{name} has the key {wrong[0]!r}; keys of a state must be integers or strings")
         kind = "counter" if isinstance(state, Counter) else "dict"
-        return {kind: [[_key(key, name), split_state(value, f"{name}/{key}", tensors)] for key, value in state.items()]}
+        return {kind: [[key, split_state(value, f"{name}/{key}", tensors)] for key, value in state.items()]}
     if isinstance(state, list | tuple):
         items = [split_state(value, f"{name}/{index}", tensors) for index, value in enumerate(state)]
         return items if isinstance(state, list) else {"tuple": items}
@@ -51,32 +51,24 @@ def split_state(state: State, name: str, tensors: dict[str, Tensor]) -> Json:
     if state is None or type(state) in (bool, int, float, str):
         return state
     raise CheckpointError(
-        f"{name} is a {type(state).__name__}; a checkpoint holds tensors, numbers, words, None, and lists, tuples and "
-        "dicts of them"
+        f"{name} is a {type(state).__name__}; a checkpoint holds tensors, numbers, strings, None, and lists, tuples "
+        "and dicts of them"
     )
 
 
-def _key(key: object, name: str) -> int | str:
-    if type(key) in (int, str):
-        return key  # type: ignore[return-value]  # it is
-    raise CheckpointError(f"{name} has the key {key!r}; those of a state are numbers or words")
-
-
-def join_state(plain: Json, tensors: dict[str, Tensor]) -> State:
-    """The state of this JSON."""
-    if isinstance(plain, list):
-        return [join_state(value, tensors) for value in plain]
-    if not isinstance(plain, dict):
-        return plain
-    [(kind, value)] = plain.items()
-    made: dict[str, Callable[[], State]] = {
-        "tensor": lambda: tensors[value],
-        "tuple": lambda: tuple(join_state(each, tensors) for each in value),
-        "dict": lambda: {key: join_state(each, tensors) for key, each in value},
-        "counter": lambda: Counter({key: join_state(each, tensors) for key, each in value}),
-        "float": lambda: float(value),
-    }
-    return made[kind]()
+def join_state(encoded: Json, tensors: dict[str, Tensor]) -> State:
+    """Decode what `split_state` returned."""
+    if isinstance(encoded, list):
+        return [join_state(value, tensors) for value in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    [(kind, value)] = encoded.items()
+    if kind in ("dict", "counter"):
+        items = {key: join_state(each, tensors) for key, each in value}
+        return Counter(items) if kind == "counter" else items
+    if kind == "tuple":
+        return tuple(join_state(value, tensors))
+    return float(value) if kind == "float" else tensors[value]
 
 
 TRAINING = StoredFormat("esper-training", 1, "training.json", "training.safetensors")
@@ -84,9 +76,9 @@ FOLDERS = ("model", "training")
 
 
 class Stateful(Protocol):
-    """What can be kept beside a model: optimisers, schedulers, scalers, loaders, objects of one's own."""
+    """What can be stored with a model: optimisers, schedulers, scalers, loaders, your own objects."""
 
-    def state_dict(self) -> dict[str, Any]: ...  # Any: numbers, tensors … by name
+    def state_dict(self) -> dict[str, Any]: ...  # Any: numbers, tensors, … by name
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...  # Any: most return None
 
@@ -96,58 +88,43 @@ Parts = Mapping[str, Stateful | torch.Generator]
 
 @dataclass(frozen=True)
 class SavedTraining:
-    """What the JSON tells beside the states."""
+    """What the JSON holds besides the states."""
 
     step: int
     machine: Machine
 
 
-class _Found(NamedTuple):
-    model: checkpoint.Checkpoint
-    saved: SavedTraining
-    random: RandomState
-    parts: dict[str, State]
-
-
-class _Hold:
-    """A folder that this process alone saves in, until the last object that has the hold is gone."""
+class _Lock:
+    """Makes this process the only one that saves in a folder, until the last object with the lock is gone."""
 
     def __init__(self, folder: Path) -> None:
-        taken = ExitStack()
-        taken.enter_context(folder_lock(folder))
-        finalize(self, taken.close)
+        stack = ExitStack()
+        stack.enter_context(folder_lock(folder))
+        finalize(self, stack.close)
 
 
-_HOLDS: WeakValueDictionary[tuple[int, Path], _Hold] = WeakValueDictionary()
-"""By process, for a fork has its parent's, and by folder: two objects of one process, as in a notebook, share it."""
-
-
-def _hold(folder: Path) -> _Hold:
-    held = _HOLDS.get((os.getpid(), folder)) or _Hold(folder)
-    return _HOLDS.setdefault((os.getpid(), folder), held)
+_LOCKS: WeakValueDictionary[tuple[int, Path], _Lock] = WeakValueDictionary()
+"""By process, because a fork inherits its parent's, and by folder: objects of one process share a lock."""
 
 
 class TrainingCheckpoints:
     """The checkpoints of one training loop, in a folder of their own.
 
-    `load` at the start, which tells how many steps are done (0 in an empty folder), `save` after every step, epoch, or
-    whatever is counted. The same loop then begins and goes on. From the first `save` on the folder belongs to this
-    process: in another one `save` is refused.
+    Call `load` at the start: it returns the number of completed steps, 0 in an empty folder. Call `save` after every
+    step or epoch. The same loop then starts and resumes. From the first `save`, other processes may not save there.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = KEEP) -> None:
         self.series = Series(Path(folder).resolve(), "step", keep)
-        self._held: _Hold | None = None
+        self._lock: _Lock | None = None
 
     def save(self, step: int, model: MorphogeneticModel, parts: Parts) -> None:
-        """Write a checkpoint after so many steps; older ones than the last few are removed then.
+        """Write a checkpoint after `step` steps, and remove all but the last few.
 
-        The newest may be saved again; a step below it is refused: `load` would not return it.
-
-        `parts` are kept by name: the optimiser, and whatever else has a state (torch.Generator too). The random streams
-        of torch that the model draws from are kept by themselves.
+        The newest may be saved again. A lower step is refused, because `load` would not return it. `parts` are the
+        optimiser and whatever else has a state, also torch.Generator. Torch's own random streams are always stored.
         """
-        require_whole("step", step, 1, remark=": a checkpoint is of so many steps done")
+        require_whole("step", step, 1, remark=": it is the number of completed steps")
         tensors: dict[str, Tensor] = {}
         random = RandomState.of(model)
         content = {
@@ -160,57 +137,53 @@ class TrainingCheckpoints:
             model.save(new / "model")
             write_stored(new / "training", TRAINING, content, tensors)
 
-        place = self.series.path_of(step)
-        with storage_errors(place):
-            place.parent.mkdir(parents=True, exist_ok=True)
-        self._held = _hold(place.parent)
+        path, key = self.series.path_of(step), (os.getpid(), self.series.folder)
+        with storage_errors(path):
+            self.series.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _LOCKS.get(key) or _Lock(self.series.folder)
+        _LOCKS[key] = self._lock
         self.series.require_newest(step)
-        replace_folder(place, write, FOLDERS)
+        replace_folder(path, write, FOLDERS)
         self.series.prune()
 
     def load(self, model: MorphogeneticModel, parts: Parts) -> int:
-        """Make model, parts and random streams what they were at the newest good checkpoint, and tell its step.
+        """Restore model, parts and random streams from the newest good checkpoint, and return its step.
 
-        0 where there is none, and all is left as it is. Build model and parts as for a new run. A damaged checkpoint is
-        told as a warning and set aside; where all are damaged, CheckpointError.
+        Returns 0, with nothing changed, if there is none. Build model and parts as for a new run. A damaged checkpoint
+        is set aside with a warning. Raises CheckpointError if all are damaged.
         """
-        found = self.series.read_newest(_read)
-        if found is None:
+        stored = self.series.read_newest(_read)
+        if stored is None:
             return 0
-        if set(found.parts) != set(parts):
+        saved_model, saved, random, states = stored
+        if set(states) != set(parts):
             raise CheckpointError(
-                f"{self.series.folder} was saved with parts {sorted(found.parts)}, given are {sorted(parts)}: "
-                "hand in the same"
+                f"{self.series.folder} was saved with parts {sorted(states)}, not {sorted(parts)}: pass the same"
             )
-        found.saved.machine.warn_of_differences()
-        model.restore(found.model)
+        saved.machine.warn_of_differences()
+        model.restore(saved_model)
         for name, part in parts.items():
             with checkpoint_errors(f"{self.series.folder}: {name}"):
-                _restore(part, found.parts[name])
-        found.random.restore()
-        return found.saved.step
+                if isinstance(part, torch.Generator):
+                    part.set_state(states[name]["generator"])
+                else:
+                    part.load_state_dict(states[name])
+        random.restore()
+        return saved.step
 
 
-def _read(step: int, place: Path) -> _Found:
-    """All of a checkpoint, proven whole."""
-    model = checkpoint.read(place / "model")
-    content, tensors = read_stored(place / "training", TRAINING)
-    with checkpoint_errors(str(place)):
+def _read(step: int, path: Path) -> tuple[checkpoint.Checkpoint, SavedTraining, RandomState, dict[str, State]]:
+    """Read and check a whole checkpoint: the model, the step, random streams, and the states of the parts."""
+    model = checkpoint.read(path / "model")
+    content, tensors = read_stored(path / "training", TRAINING)
+    with checkpoint_errors(str(path)):
         saved: SavedTraining = decode(SavedTraining, content["training"], "training")
         if saved.step != step:
-            raise CheckpointError(f"{place} holds the checkpoint of step {saved.step}: it was copied or renamed")
+            raise CheckpointError(f"{path} holds the checkpoint of step {saved.step}: it was copied or renamed")
         random = RandomState(**join_state(content["random"], tensors))
-        return _Found(
-            model, saved, random, {name: join_state(each, tensors) for name, each in content["parts"].items()}
-        )
+        states = {name: join_state(each, tensors) for name, each in content["parts"].items()}
+    return model, saved, random, states
 
 
 def _state(part: Stateful | torch.Generator) -> State:
     return {"generator": part.get_state()} if isinstance(part, torch.Generator) else part.state_dict()
-
-
-def _restore(part: Stateful | torch.Generator, state: State) -> None:
-    if isinstance(part, torch.Generator):
-        part.set_state(state["generator"])
-    else:
-        part.load_state_dict(state)

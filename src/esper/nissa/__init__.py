@@ -1,4 +1,4 @@
-"""Writing it down: the event log of a run, and whoever watches beside it."""
+"""The events and metrics of a run, and the sinks that show them."""
 
 from esper.nissa.catalogue import METRICS, Metric, find_metric
 from esper.nissa.events import (

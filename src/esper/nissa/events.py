@@ -1,4 +1,4 @@
-"""What can happen in a run, as small records.
+"""The events of a run, as small records.
 
 | event | kind | written to |
 |---|---|---|
@@ -7,8 +7,8 @@
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
 | RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
 
-The first two files follow from the seed alone: those of a run that was killed and went on are those of one that never
-was. What depends on the hour is in the third, apart from the seconds that a round took.
+The first two files depend only on the seed, apart from the seconds that a round took: a run that was killed and resumed
+writes the same as one that never stopped. The third holds what depends on the clock.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Literal
 
 from esper.leyline.records import encode
 
-Json = Any  # what will become JSON, or was
+Json = Any  # parsed JSON, or what will become JSON
 
 
 @dataclass(frozen=True)
 class StageChanged:
-    """A seed went from one stage to another."""
+    """A seed changed its stage."""
 
     kind: ClassVar[str] = "stage"
     round: int
@@ -38,7 +38,7 @@ class StageChanged:
 
 @dataclass(frozen=True)
 class Panicked:
-    """The governor took a host back to its snapshot."""
+    """The governor restored a host's snapshot."""
 
     kind: ClassVar[str] = "panic"
     round: int
@@ -50,7 +50,7 @@ class Panicked:
 
 @dataclass(frozen=True)
 class SeedSuspected:
-    """A seed looks better than it is, for the first time in its episode."""
+    """A seed became a suspect: it looks better than it is."""
 
     kind: ClassVar[str] = "suspect"
     round: int
@@ -61,14 +61,14 @@ class SeedSuspected:
     suspicion: Literal["hacking", "ransomware"]
     severity: Literal["warning", "critical"]
     contribution: float
-    """Points that the host would lose without it"""
+    """Points that the host would lose without the seed"""
     gain: float
     """Points that the host has over its control"""
 
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """The life of one host. Gains and accuracies in points."""
+    """The episode of one host. Gains and accuracies in points."""
 
     kind: ClassVar[str] = "episode"
     round: int
@@ -82,25 +82,25 @@ class EpisodeEnded:
     """After every step"""
     control_accuracies: list[float]
     alphas: dict[str, list[float]]
-    """By slot, of those in which a seed ever acted"""
+    """By slot, if a seed ever acted in it"""
     decisions: dict[str, list[Json]]
-    """Column by column: the steps that did not wait, and what every head chose there"""
+    """By column: the steps that did not wait, and the choice of every head"""
     rewards: list[float | str]
-    """Of every step; what is not finite in words"""
+    """After every step; numbers that are not finite as words"""
     reward_parts: dict[str, float | str]
     """Summed over the episode"""
 
 
 @dataclass(frozen=True)
 class AlarmRaised:
-    """Something began to be wrong, or (`ended`) is so no more."""
+    """An alarm began or ended."""
 
     kind: ClassVar[str] = "alarm"
     alarm: str
     severity: Literal["info", "warning", "critical"]
     round: int
     subject: str
-    """The head that it is about; empty where it is about the whole"""
+    """The head or the part of the LSTM; empty if the alarm is about the whole"""
     ended: bool
     value: float
     limit: float | None
@@ -109,7 +109,7 @@ class AlarmRaised:
 
     @property
     def metric(self) -> str:
-        """The name under which sinks draw it."""
+        """The name of its curve in sinks."""
         return f"alarms/{self.alarm}" + (f"/{self.subject}" if self.subject else "")
 
     def __str__(self) -> str:
@@ -119,54 +119,54 @@ class AlarmRaised:
 
 @dataclass(frozen=True)
 class RoundExamined:
-    """A round that was looked at closely, after an alarm; what is not finite in words."""
+    """A round in detail, after an alarm; numbers that are not finite as words."""
 
     kind: ClassVar[str] = "detail"
     round: int
     gradients: Mapping[str, Json]
     """By module, before clipping"""
     ratios: Mapping[str, Json]
-    """Counts by head, and the worst by name"""
+    """Counts by head, and the worst offenders"""
     observations: Mapping[str, Json]
-    """By column, as the policy saw them"""
+    """By column, normalised"""
     lstm: Mapping[str, Json]
-    """The memory in mid-episode, by task"""
+    """The hidden state in the middle of the episode, by task"""
 
 
 @dataclass(frozen=True)
 class RoundMeasured:
-    """A line of the metrics."""
+    """The metrics of a round."""
 
     kind: ClassVar[str] = "round"
     round: int
     values: Mapping[str, Json]
-    """As they stand in the file, nested; the catalogue has them all"""
+    """As in the file, nested; the catalogue lists them"""
 
     def numbers(self) -> dict[str, float]:
-        """Every number of it, those of nested objects as `outer/inner`; what is not finite is NaN or infinite again."""
+        """All numbers by path (`outer/inner`), including NaN and infinities."""
         return dict(_numbers("", self.values))
 
 
 @dataclass(frozen=True)
 class RunBegun:
-    """A process starts a run."""
+    """A process began a run."""
 
     kind: ClassVar[str] = "begun"
     time: str
     """ISO 8601, UTC"""
     round: int
-    """The first that it will train, from 0"""
+    """The first round to train, from 0"""
     rounds: int
-    """That the run will have in all"""
+    """Rounds of the whole run"""
     machine: Mapping[str, Json]
-    """What numbers may depend on: torch, its threads, the CPU's instructions"""
+    """What results may depend on: torch, its threads, the CPU's instructions"""
     git: str | None
-    """The commit of the code, where it lies in a repository"""
+    """The commit of the code, if it is in a repository"""
 
 
 @dataclass(frozen=True)
 class RunResumed:
-    """A process goes on with a run."""
+    """A process resumed a run."""
 
     kind: ClassVar[str] = "resumed"
     time: str
@@ -175,33 +175,34 @@ class RunResumed:
     machine: Mapping[str, Json]
     git: str | None
     remarks: list[str]
-    """What was not as the run had left it: checkpoints that are damaged, another machine"""
+    """What has changed since: damaged checkpoints, another machine"""
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """A process is done with a run. Where this is missing it was killed, or is still at it."""
+    """A process ended its work on a run. Without this event it was killed, or is still running."""
 
     kind: ClassVar[str] = "ended"
     time: str
     round: int
-    """The first that was not trained"""
+    """The first round that was not trained"""
     why: str
     """complete, stopped (by Ctrl-C), or the error"""
     dropped: int
-    """Events that sinks were too slow for, up to here"""
+    """Events that sinks missed"""
 
 
-OfGrowth = StageChanged | Panicked | SeedSuspected | EpisodeEnded
-OfLearning = AlarmRaised | RoundExamined | RoundMeasured
-OfRuns = RunBegun | RunResumed | RunEnded
-Event = OfGrowth | OfLearning | OfRuns
+Event = (
+    StageChanged | Panicked | SeedSuspected | EpisodeEnded
+    | AlarmRaised | RoundExamined | RoundMeasured
+    | RunBegun | RunResumed | RunEnded
+)  # fmt: skip
 
 
 def as_line(event: Event) -> dict[str, Json]:
-    """The line of a log: the kind, then the fields in their order. Curves are not copied."""
+    """The line of a log: the kind, then the fields in order. Lists are not copied."""
     line = {"kind": event.kind} | {field.name: getattr(event, field.name) for field in fields(event)}
-    # An alarm may be about a number that JSON lacks. Elsewhere such a number is a fault, and the log refuses it.
+    # An alarm may be about a number that JSON lacks. In other events such a number is a fault, which the log refuses.
     return dict(encode(line)) if isinstance(event, AlarmRaised) else line
 
 

@@ -1,4 +1,7 @@
-"""Running statistics, and the normalisers of observations, rewards and returns built on them."""
+"""Running statistics, and the normalisers of observations, rewards and returns that use them.
+
+Threads: nothing here is locked; only the thread of the training loop may use it.
+"""
 
 from typing import Literal
 
@@ -10,22 +13,18 @@ from esper.leyline.numbers import require_share, require_whole
 
 StatisticsMode = Literal["running", "ema"]
 VARIANCE_FLOOR = 1e-8
-"""A column that never varies is divided by 1e-4 instead of 0."""
+"""A constant column is divided by 1e-4 instead of 0."""
 
 
 class RunningMeanStd:
-    """Mean and variance of `size` columns, over everything seen or as an exponential moving average.
+    """Mean and variance of `size` columns, over all values or as an exponential moving average.
 
-    With momentum m, batch mean b and batch variance w, the moving average is that of the mixture of both, total
-    variance included: mean ← mean + m·(b − mean), var ← (1−m)·var + m·w + m·(1−m)·(b − mean)².
+    With momentum m, batch mean b and batch variance w, the moving average is that of the mixture of both, including
+    the variance between them: mean ← mean + m·(b − mean), var ← (1−m)·var + m·w + m·(1−m)·(b − mean)².
     """
 
     def __init__(
-        self,
-        size: int,
-        mode: StatisticsMode = "running",
-        momentum: float = 0.1,
-        device: torch.device | str = "cpu",
+        self, size: int, mode: StatisticsMode = "running", momentum: float = 0.1, device: torch.device | str = "cpu"
     ) -> None:
         if mode not in ("running", "ema"):
             raise UnknownNameError("statistics mode", mode, ("running", "ema"))
@@ -34,38 +33,39 @@ class RunningMeanStd:
         self.mean = torch.zeros(size, dtype=torch.float64, device=device)
         self.var = torch.ones(size, dtype=torch.float64, device=device)
         self.count = torch.zeros(size, dtype=torch.float64, device=device)
+        self._moments: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, values: Tensor) -> None:
-        """Take in a batch (n, size)."""
+        """Update with a batch (n, size)."""
         if values.dim() != 2 or values.shape[1] != len(self.mean):
             raise BadValueError(f"values of shape {tuple(values.shape)}; wanted (n, {len(self.mean)})")
         self.update_by(values.flatten(), torch.arange(len(self.mean), device=values.device).repeat(len(values)))
 
     def update_by(self, values: Tensor, columns: Tensor, chosen: Tensor | None = None) -> None:
-        """Take in values (n,), or the chosen ones (n,) bool of them, each for the column of that number (n,)."""
+        """Update the column of each value, (n,) both. `chosen` (n,) bool limits which values count."""
         values, zeros = values.double(), torch.zeros_like(self.mean)
         if len(zeros) == 1 and len(values) and chosen is None:  # one column: nothing to sort
             var, mean = torch.var_mean(values, correction=0)
-            self.merge(zeros + len(values), mean[None], var[None])
+            self._merge(zeros + len(values), mean[None], var[None])
             return
         weight = torch.ones_like(values) if chosen is None else chosen.double()
         values = values if chosen is None else values.where(chosen, 0.0)
         count = zeros.index_add(0, columns, weight)
-        some = count.clamp(min=1)
-        mean = zeros.index_add(0, columns, values) / some
-        var = zeros.index_add(0, columns, weight * (values - mean[columns]).square()) / some
-        self.merge(count, mean, var)
+        divisor = count.clamp(min=1)
+        mean = zeros.index_add(0, columns, values) / divisor
+        var = zeros.index_add(0, columns, weight * (values - mean[columns]).square()) / divisor
+        self._merge(count, mean, var)
 
-    def merge(self, count: Tensor, mean: Tensor, var: Tensor) -> None:
-        """Take in batches of `count` values with these moments, one per column; a column with count 0 stays."""
+    def _merge(self, count: Tensor, mean: Tensor, var: Tensor) -> None:
+        """Update with batches of `count` values with these moments, one per column; columns with count 0 stay."""
         share = count / (self.count + count)
         if self.mode == "ema":
-            # Nothing to average the first batch with. (`torch.where` of two numbers would be in float32.)
+            # The first batch counts fully. (`torch.where` of two numbers would be in float32.)
             share = torch.full_like(share, self.momentum).where(self.count > 0, 1.0)
-        seen, gap = count > 0, mean - self.mean
+        filled, gap = count > 0, mean - self.mean
         mixed = (1 - share) * self.var + share * var + share * (1 - share) * gap.square()
-        self.var = mixed.where(seen, self.var)
-        self.mean = (self.mean + share * gap).where(seen, self.mean)
+        self.var = mixed.where(filled, self.var)
+        self.mean = (self.mean + share * gap).where(filled, self.mean)
         self.count = self.count + count
 
     @property
@@ -73,65 +73,66 @@ class RunningMeanStd:
         """Standard deviation, never below 1e-4."""
         return self.var.clamp(min=VARIANCE_FLOOR).sqrt()
 
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation in float32, cached. Updates replace `mean`, so the same tensor is still valid."""
+        if self._moments is None or self._moments[0] is not self.mean:
+            self._moments = self.mean, self.mean.float(), self.std.float()
+        return self._moments[1:]
+
     def reset(self) -> None:
-        """Forget everything."""
+        """Return to the initial state."""
         self.mean, self.var, self.count = (torch.zeros_like(self.mean), torch.ones_like(self.var), self.count * 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """Copies of the tensors, for a checkpoint."""
         return {"mean": self.mean.clone(), "var": self.var.clone(), "count": self.count.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint. A state of other names or sizes raises and changes nothing."""
-        shapes = {name: tuple(value.shape) for name, value in state.items()}
-        if shapes != (own := {name: tuple(value.shape) for name, value in self.state_dict().items()}):
-            raise BadValueError(f"statistics of shapes {own} cannot go on from {shapes}")
+        """Restore a checkpoint. A state with other names or sizes raises and changes nothing."""
+        shapes, own = (
+            {name: tuple(value.shape) for name, value in each.items()} for each in (state, self.state_dict())
+        )
+        if shapes != own:
+            raise BadValueError(f"statistics of shapes {own} cannot be restored from {shapes}")
         self.mean, self.var, self.count = (
             state[name].to(self.mean.device, torch.float64, copy=True) for name in ("mean", "var", "count")
         )
 
 
 CLIP = 10.0
-"""Normalised observations and rewards lie within ± 10 standard deviations."""
+"""Normalised observations and rewards are clipped to ± 10 standard deviations."""
 
 
 class ObservationNormalizer:
-    """Centres and scales columns that may share statistics: the same column of all slots is one statistic."""
+    """Centres and scales columns. Columns may share statistics, as the same column of all slots does."""
 
-    def __init__(self, columns: Tensor, mode: StatisticsMode = "running", device: torch.device | str = "cpu") -> None:
-        """`columns` (size,): which statistic each number of an observation belongs to, 0 … K−1."""
+    def __init__(self, columns: Tensor, device: torch.device | str = "cpu") -> None:
+        """`columns` (size,): index of the statistic of each number of an observation, 0 … K−1."""
         self.columns = columns.to(device)
-        count = int(columns.max()) + 1 if len(columns) else 0
-        self.statistics = RunningMeanStd(count, mode, device=device)
+        self.statistics = RunningMeanStd(int(columns.max()) + 1, device=device)
         self.frozen = False
-        self._moments: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, observations: Tensor) -> None:
-        """Take in observations (n, size); after `freeze` nothing happens."""
+        """Update the statistics with observations (n, size), unless they are frozen."""
         if observations.dim() != 2 or observations.shape[1] != len(self.columns):
             raise BadValueError(f"observations of shape {tuple(observations.shape)}; wanted (n, {len(self.columns)})")
-        if self.frozen:
-            return
-        self.statistics.update_by(observations.flatten(), self.columns.repeat(len(observations)))
+        if not self.frozen:
+            self.statistics.update_by(observations.flatten(), self.columns.repeat(len(observations)))
 
     def freeze(self) -> None:
-        """Keep the statistics from now on: what a policy sees no longer shifts under it."""
+        """Freeze the statistics, so that the policy's inputs stop shifting."""
         self.frozen = True
 
     def __call__(self, observations: Tensor) -> Tensor:
-        """(…, size) → the same, centred, scaled and clipped, in float32."""
-        if self._moments is None or self._moments[0] is not self.statistics.mean:
-            # Statistics replace their tensors when they change, so the same object means the same numbers.
-            mean, std = (value.float()[self.columns] for value in (self.statistics.mean, self.statistics.std))
-            self._moments = self.statistics.mean, mean, std
-        _, mean, std = self._moments
-        return ((observations - mean) / std).clamp(-CLIP, CLIP).float()
+        """Observations (…, size), centred, scaled and clipped, in float32."""
+        mean, std = self.statistics.moments()
+        return ((observations - mean[self.columns]) / std[self.columns]).clamp(-CLIP, CLIP).float()
 
 
 class RewardNormalizer:
-    """Divides rewards by the standard deviation of the discounted return, so far, of their task. Signs are kept.
+    """Divides rewards by the standard deviation of their task's discounted returns so far, without centring.
 
-    Until the returns of a task have differed there is no scale, and its rewards stay as they are.
+    Rewards of a task are unchanged until its returns have differed.
     """
 
     def __init__(
@@ -141,15 +142,14 @@ class RewardNormalizer:
         require_whole("n_envs", n_envs, 1)
         require_share("gamma", gamma)
         self.gamma = gamma
-        self.tasks = torch.zeros(n_envs, dtype=torch.long) if tasks is None else tasks
-        self.tasks = self.tasks.to(device)
+        self.tasks = (torch.zeros(n_envs, dtype=torch.long) if tasks is None else tasks).to(device)
         if self.tasks.shape != (n_envs,):
             raise BadValueError(f"tasks of shape {tuple(self.tasks.shape)} for {n_envs} envs; each needs one")
         self.statistics = RunningMeanStd(int(self.tasks.max()) + 1, device=device)
         self.returns = torch.zeros(n_envs, dtype=torch.float64, device=device)
 
     def __call__(self, rewards: Tensor, done: Tensor) -> Tensor:
-        """One step's rewards (n_envs,) and whether the episode ended with it; updates, then scales."""
+        """Update with one step's rewards and episode ends, (n_envs,) both. Returns the scaled rewards."""
         if rewards.shape != self.returns.shape or done.shape != self.returns.shape:
             shapes = tuple(rewards.shape), tuple(done.shape)
             raise BadValueError(f"rewards and done of shapes {shapes}; wanted {tuple(self.returns.shape)} for both")
@@ -157,34 +157,27 @@ class RewardNormalizer:
         self.statistics.update_by(self.returns, self.tasks)
         self.returns = self.returns.where(~done, 0.0)
         mean, var = self.statistics.mean, self.statistics.var
-        differed = var > VARIANCE_FLOOR * mean.square()  # relative: tiny rewards are scaled like others
+        differed = var > VARIANCE_FLOOR * mean.square()  # relative, so that tiny rewards are scaled like others
         scale = var.sqrt().where(differed, 1.0)[self.tasks]
         return (rewards.double() / scale).clamp(-CLIP, CLIP).to(rewards.dtype)
 
 
 class ReturnNormalizer:
-    """Mean and scale of returns per task: the critic learns in these units."""
+    """Mean and scale of returns per task, the units of the critic."""
 
-    def __init__(self, tasks: int = 1, mode: StatisticsMode = "ema", device: torch.device | str = "cpu") -> None:
-        self.statistics = RunningMeanStd(tasks, mode, device=device)
-        self._units: tuple[Tensor, Tensor, Tensor] | None = None
+    def __init__(self, tasks: int = 1, device: torch.device | str = "cpu") -> None:
+        self.statistics = RunningMeanStd(tasks, "ema", device=device)
 
     def update(self, returns: Tensor, tasks: Tensor, chosen: Tensor | None = None) -> None:
-        """Take in returns (n,) of these tasks (n,), or the chosen ones (n,) bool of them."""
+        """Update the statistics with returns (n,) of tasks (n,). `chosen` (n,) limits which rows count."""
         self.statistics.update_by(returns, tasks, chosen)
 
     def normalise(self, returns: Tensor, tasks: Tensor) -> Tensor:
         """Returns (n,) in the critic's units."""
-        mean, std = self._moments(tasks)
-        return (returns - mean) / std
+        mean, std = self.statistics.moments()
+        return (returns - mean[tasks]) / std[tasks]
 
     def restore(self, values: Tensor, tasks: Tensor) -> Tensor:
-        """The critic's output (n,) as a return."""
-        mean, std = self._moments(tasks)
-        return values * std + mean
-
-    def _moments(self, tasks: Tensor) -> tuple[Tensor, Tensor]:
-        if self._units is None or self._units[0] is not self.statistics.mean:  # as above
-            self._units = self.statistics.mean, self.statistics.mean.float(), self.statistics.std.float()
-        _, mean, std = self._units
-        return mean[tasks], std[tasks]
+        """The critic's outputs (n,) as returns."""
+        mean, std = self.statistics.moments()
+        return values * std[tasks] + mean[tasks]

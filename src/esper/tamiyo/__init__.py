@@ -1,4 +1,4 @@
-"""Deciding: observations, masks, heads, the policy's network."""
+"""Decisions: observations, masks, heads and the policy's network."""
 
 from esper.tamiyo.features import Observation, ObservationLayout, growth_layout, signals_to_features, vector_layout
 from esper.tamiyo.heads import ActionHead, ActionTable, EmptyMaskError, MaskedCategorical, discrete_table, growth_table

@@ -1,4 +1,4 @@
-"""Observations: the layout of their columns, and signals as features."""
+"""The layout of observations, and how signals become features."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
 from esper.leyline.numbers import require_whole
-from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
+from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, TrainingSignals
 
 
 class Observation(NamedTuple):
-    """A flat observation, taken apart; leading axes are kept."""
+    """The parts of a flat observation, with its leading axes."""
 
     host: Tensor
     """(…, host columns)"""
@@ -22,12 +22,12 @@ class Observation(NamedTuple):
     offers: Tensor
     """(…, slots, blueprints, offer columns)"""
     critic: Tensor
-    """(…, critic columns): the actor never sees them."""
+    """(…, critic columns): hidden from the actor"""
 
 
 @dataclass(frozen=True)
 class ObservationLayout:
-    """Named columns and how many slots and blueprints there are. A plain vector has host columns alone."""
+    """Column names, and the number of slots and blueprints. A plain vector has only host columns."""
 
     host: tuple[str, ...]
     slot: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class ObservationLayout:
         return sum(self.sizes)
 
     def split(self, flat: Tensor) -> Observation:
-        """Take a flat observation (…, size) apart, by views."""
+        """Views of the parts of a flat observation (…, size)."""
         host, slots, offers, critic = flat.split(self.sizes, -1)
         return Observation(
             host,
@@ -70,15 +70,11 @@ class ObservationLayout:
         )
 
     def columns(self) -> Tensor:
-        """(size,): for each number the index of its statistics, which all slots and all offers of a kind share."""
-        host, slot, offer, critic = (len(names) for names in (self.host, self.slot, self.offer, self.critic))
-        parts = [
-            torch.arange(host),
-            (host + torch.arange(slot)).repeat(self.slots),
-            (host + slot + torch.arange(offer)).repeat(self.slots * self.blueprints),
-            host + slot + offer + torch.arange(critic),
-        ]
-        return torch.cat(parts)
+        """(size,): for each number the index of its statistics. Slots share theirs, and so do offers."""
+        names = (self.host, self.slot, self.offer, self.critic)
+        repeats = (1, self.slots, self.slots * self.blueprints, 1)
+        parts = torch.arange(len(self.column_names)).split([len(part) for part in names])
+        return torch.cat([part.repeat(times) for part, times in zip(parts, repeats, strict=True)])
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -92,51 +88,114 @@ class ObservationLayout:
 
 
 def vector_layout(size: int) -> ObservationLayout:
-    """The layout of an observation that is just a vector."""
+    """The layout of an observation that is a plain vector."""
     return ObservationLayout(host=tuple(f"x{index}" for index in range(size)))
 
 
 LIMIT = 10.0
-"""No column leaves ± this."""
+"""Columns lie within ± this."""
 BLUEPRINT = "blueprint"
-"""Prefix of the columns that say what grows in a slot; the task's blueprints name them."""
+"""Prefix of the columns that say what grows in a slot. The task's blueprints name them."""
 
 V = TypeVar("V")
 Columns = Mapping[str, Callable[[V], Tensor]]
+Scale = Callable[[Tensor], Tensor]
 
 
 def _bounded(value: Tensor) -> Tensor:
-    """Shares and losses: of order 1 as they are."""
+    """Shares and losses, which are of order 1."""
     return value.float().clamp(-LIMIT, LIMIT)
 
 
 def _logged(value: Tensor) -> Tensor:
-    """Counts and norms: from 0 up, over orders of magnitude."""
+    """Counts and norms, which span orders of magnitude."""
     return value.float().clamp(min=0.0).log1p().clamp(max=LIMIT)
 
 
 def _points(value: Tensor) -> Tensor:
-    """Differences of accuracies, in tens of points: all that are possible lie within the limit."""
+    """Differences of accuracies, in tens of points: all possible ones lie within the limit."""
     return _bounded(value.float() / 10)
 
 
 def _accuracy(value: Tensor) -> Tensor:
-    """A share."""
+    """Percent as a share."""
     return _bounded(value.float() / 100)
 
 
-def _known(measured: Measured, value: Tensor) -> Tensor:
-    """0 where it is not, whatever stands there."""
-    return value.where(measured.valid, 0.0)
-
-
 def _one_hot(prefix: str, names: Iterable[str], read: Callable[[V], Tensor]) -> dict[str, Callable[[V], Tensor]]:
-    """A column for each value 0 … of what `read` gives; other values are none of them."""
+    """A column per value 0 … of `read`; other values set none of them."""
 
     def equals(index: int) -> Callable[[V], Tensor]:
         return lambda view: read(view) == index
 
     return {f"{prefix}.{name}": equals(index) for index, name in enumerate(names)}
+
+
+class SlotColumn(NamedTuple):
+    """A column of `SlotView`: how it is stored, where it comes from, and how it becomes a feature."""
+
+    name: str
+    scale: Scale | None = None
+    """None: a flag, which is its own feature, or an index, which becomes one-hot."""
+    dtype: torch.dtype = torch.float32
+    seed: str | None = None
+    """The attribute of a seed's state that holds it, if one does."""
+    valid: str | None = None
+    """The column that says where it was measured; the feature is 0 elsewhere."""
+
+    def feature(self, view: SlotView) -> Tensor:
+        """(N, S), of any dtype."""
+        value = view.column(self.name)
+        scaled = value if self.scale is None else self.scale(value)
+        return scaled if self.valid is None else scaled.where(view.column(self.valid), 0.0)
+
+
+SLOT_COLUMNS: tuple[SlotColumn, ...] = (
+    SlotColumn("width", _logged),
+    SlotColumn("depth", _bounded),
+    SlotColumn("rms", _logged),
+    SlotColumn("rank", _bounded),
+    SlotColumn("gradient", _bounded),
+    SlotColumn("stage", dtype=torch.long, seed="stage"),
+    SlotColumn("alpha", _bounded, seed="alpha"),
+    SlotColumn("alpha_target", _bounded, seed="controller.target"),
+    SlotColumn("ramping", dtype=torch.bool, seed="ramping"),
+    SlotColumn("steps_in_stage", _logged, seed="steps_in_stage"),
+    SlotColumn("age", _logged, seed="age"),
+    SlotColumn("cooldown", _logged, seed="cooldown"),
+    SlotColumn("can_advance", dtype=torch.bool),
+    SlotColumn("can_fossilize", dtype=torch.bool),
+    SlotColumn("can_prune", dtype=torch.bool),
+    SlotColumn("can_retarget", dtype=torch.bool),
+    SlotColumn("audition", _points, valid="audition_valid"),
+    SlotColumn("audition_error", _points, valid="audition_valid"),
+    SlotColumn("audition_loss", _bounded, valid="audition_valid"),
+    SlotColumn("audition_valid", dtype=torch.bool),
+    SlotColumn("contribution", _points, valid="contribution_valid"),
+    SlotColumn("contribution_error", _points, valid="contribution_valid"),
+    SlotColumn("contribution_loss", _bounded, valid="contribution_valid"),
+    SlotColumn("contribution_valid", dtype=torch.bool),
+    SlotColumn("seed_gradient", _logged, valid="seed_gradient_valid"),
+    SlotColumn("seed_gradient_valid", dtype=torch.bool),
+    SlotColumn("tried", _logged, seed="germinations"),
+    SlotColumn("best", _points, valid="best_valid"),
+    SlotColumn("best_valid", dtype=torch.bool),
+    SlotColumn(BLUEPRINT, dtype=torch.long),
+)
+"""The columns of `SlotView` in the order of their features."""
+
+
+def _slot_features(blueprints: Iterable[str]) -> dict[str, Callable[[SlotView], Tensor]]:
+    """The features of a slot for a task's blueprints; indices become one-hot."""
+    names = {"stage": [stage.name.lower() for stage in SeedStage], BLUEPRINT: blueprints}
+    features: dict[str, Callable[[SlotView], Tensor]] = {}
+    for column in SLOT_COLUMNS:
+        if column.name in names:
+            features |= _one_hot(column.name, names[column.name], column.feature)
+        else:
+            features[column.name] = column.feature
+    del features["stage.germinated"]  # such a seed trains before the next observation, so this stage is never seen
+    return features
 
 
 HOST: Columns[HostView] = {
@@ -155,47 +214,8 @@ HOST: Columns[HostView] = {
     "last_succeeded": lambda host: host.last_succeeded,
 }
 
-# A seed that was germinated trains before anyone looks again: that stage is never seen.
-_STAGES: dict[str, Callable[[SlotView], Tensor]] = _one_hot(
-    "stage", [stage.name.lower() for stage in SeedStage], lambda slot: slot.stage
-)
-del _STAGES["stage.germinated"]
-
-SLOT: Columns[SlotView] = {
-    "width": lambda slot: _logged(slot.width),
-    "depth": lambda slot: _bounded(slot.depth),
-    "rms": lambda slot: _logged(slot.rms),
-    "rank": lambda slot: _bounded(slot.rank),
-    "gradient": lambda slot: _bounded(slot.gradient),
-    **_STAGES,
-    "alpha": lambda slot: _bounded(slot.alpha),
-    "alpha_target": lambda slot: _bounded(slot.alpha_target),
-    "ramping": lambda slot: slot.ramping,
-    "steps_in_stage": lambda slot: _logged(slot.steps_in_stage),
-    "age": lambda slot: _logged(slot.age),
-    "cooldown": lambda slot: _logged(slot.cooldown),
-    "can_advance": lambda slot: slot.can_advance,
-    "can_fossilize": lambda slot: slot.can_fossilize,
-    "can_prune": lambda slot: slot.can_prune,
-    "can_retarget": lambda slot: slot.can_retarget,
-    "audition": lambda slot: _known(slot.audition, _points(slot.audition.value)),
-    "audition_error": lambda slot: _known(slot.audition, _points(slot.audition.error)),
-    "audition_loss": lambda slot: _known(slot.audition, _bounded(slot.audition_loss)),
-    "audition_valid": lambda slot: slot.audition.valid,
-    "contribution": lambda slot: _known(slot.contribution, _points(slot.contribution.value)),
-    "contribution_error": lambda slot: _known(slot.contribution, _points(slot.contribution.error)),
-    "contribution_loss": lambda slot: _known(slot.contribution, _bounded(slot.contribution_loss)),
-    "contribution_valid": lambda slot: slot.contribution.valid,
-    "seed_gradient": lambda slot: _known(slot.seed_gradient, _logged(slot.seed_gradient.value)),
-    "seed_gradient_valid": lambda slot: slot.seed_gradient.valid,
-    "tried": lambda slot: _logged(slot.tried),
-    "best": lambda slot: _known(slot.best, _points(slot.best.value)),
-    "best_valid": lambda slot: slot.best.valid,
-}
-"""For any task; its blueprints add theirs."""
-
 OFFER: Columns[OfferView] = {
-    # Of what does not fit nothing is said: the best of a slot's offers should be one that can be taken.
+    # 0 where a blueprint does not fit: the best of a slot's offers should be one that can be taken.
     "worth": lambda offer: _bounded(offer.worth).where(offer.fits, 0.0),
     "cost": lambda offer: _logged(offer.cost).where(offer.fits, 0.0),
     "fits": lambda offer: offer.fits,
@@ -207,35 +227,34 @@ CRITIC: Columns[CriticView] = {
     "control_change": lambda critic: _points(critic.control_change),
     "control_end": lambda critic: _accuracy(critic.control_end),
 }
-"""The only place where the control shows."""
+"""The only columns that show the control."""
 
 SENSED = frozenset({"rms", "rank", "gradient", "worth"})
 """Columns of slots and offers that need a probe of the host's activations and gradients."""
 
 
 def growth_layout(slots: SlotConfig, *, sensing: bool = True) -> ObservationLayout:
-    """The columns for a task's slots; without `sensing` there are none that need a probe."""
+    """The columns for a task's slots; without `sensing`, only those that need no probe."""
 
-    def seen(columns: Iterable[str]) -> tuple[str, ...]:
+    def visible(columns: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in columns if sensing or name not in SENSED)
 
     names = slots.blueprint_names
-    blueprints = _one_hot(BLUEPRINT, names, _blueprint)
     return ObservationLayout(
-        tuple(HOST), (*seen(SLOT), *blueprints), seen(OFFER), tuple(CRITIC), len(slots), len(names)
+        tuple(HOST), visible(_slot_features(names)), visible(OFFER), tuple(CRITIC), len(slots), len(names)
     )
 
 
 def signals_to_features(signals: TrainingSignals, layout: ObservationLayout) -> Tensor:
-    """(N, layout.size) float32, for a layout of `growth_layout`; no env's row depends on another's."""
+    """(N, layout.size) float32, for a layout of `growth_layout`. Rows are independent of each other."""
     shape, wanted = tuple(signals.offers.fits.shape[1:]), (layout.slots, layout.blueprints)
     if shape != wanted:
-        raise BadValueError(f"signals of (slots, blueprints) {shape} for a layout of {wanted}")
+        raise BadValueError(f"signals have (slots, blueprints) {shape}, the layout has {wanted}")
     prefix = f"{BLUEPRINT}."
     names = [name.removeprefix(prefix) for name in layout.slot if name.startswith(prefix)]
     parts = (
         _evaluate(HOST, layout.host, signals.hosts),
-        _evaluate({**SLOT, **_one_hot(BLUEPRINT, names, _blueprint)}, layout.slot, signals.slots),
+        _evaluate(_slot_features(names), layout.slot, signals.slots),
         _evaluate(OFFER, layout.offer, signals.offers),
         _evaluate(CRITIC, layout.critic, signals.critic),
     )
@@ -243,19 +262,15 @@ def signals_to_features(signals: TrainingSignals, layout: ObservationLayout) -> 
 
 
 def fill_in_control_end(features: Tensor, layout: ObservationLayout, control_end: Tensor) -> Tensor:
-    """Features (steps, N, size) of episodes that are over, with what their controls (N,) came to.
+    """Features (steps, N, size) of finished episodes, with the final accuracies (N,) of their controls.
 
-    No action reaches a control, so its whole life may be known to the baseline that advantages are measured from: they
-    stay unbiased, and lose noise that is the host's and not the decision's. On `digits_blind`, what a plan gains varies
-    by 18.6 (squared points) among hosts with equal first accuracies, and by 11.2 where the control's end is known too.
+    No action affects a control, so the baseline of the advantages may know all of its episode. Advantages stay
+    unbiased and lose noise that comes from the host. On `digits_blind`, the gain of a plan varies by 18.6 (squared
+    points) among hosts with equal first accuracies, and by 11.2 if the control's end is known too.
     """
-    told = features.clone()
-    told[..., layout.size - len(layout.critic) + layout.critic.index("control_end")] = _accuracy(control_end)
-    return told
-
-
-def _blueprint(slot: SlotView) -> Tensor:
-    return slot.blueprint
+    filled = features.clone()
+    filled[..., layout.size - len(layout.critic) + layout.critic.index("control_end")] = _accuracy(control_end)
+    return filled
 
 
 def _evaluate(columns: Columns[V], names: tuple[str, ...], view: V) -> Tensor:

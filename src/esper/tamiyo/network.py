@@ -1,16 +1,17 @@
-"""The policy's network: encoder → LSTM → heads one after the other, and a critic.
+"""The policy's network: encoder → LSTM → heads in order, and a critic.
 
     slots ─ shared encoder ─┬─ pooled ─┐
     host ───────────────────┼──────────┴─ trunk ─ LSTM ─┬─ actor ─ op ─ slot (points) ─ blueprint (compares offers) ─ …
                             └───────── embeddings ──────┼──────────────────┴──────────────────┘
     critic's own columns ───────────────────────────────┴─ critic ─ value
 
-The same weights serve any number of slots. Without slots it is a plain recurrent actor-critic with one linear head per
-choice. All of it runs in float32.
+The same weights serve any number of slots. Without slots it is a plain recurrent actor-critic with one linear layer per
+head. It runs in float32.
 """
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,18 +19,18 @@ from torch import Tensor, nn
 
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_positive, require_whole
-from esper.tamiyo.features import Observation, ObservationLayout
-from esper.tamiyo.heads import ActionHead, ActionTable, MaskedCategorical, Masks
+from esper.tamiyo.features import ObservationLayout
+from esper.tamiyo.heads import ActionHead, ActionTable, MaskedCategorical, Masks, pick
 
 HiddenState = tuple[Tensor, Tensor]
 """The LSTM's state: hidden and cell, (n, hidden) each."""
 
 FORGET_BIAS = 1.0
-"""The forget gate starts open: memories of a few dozen steps survive from the first update on."""
+"""The forget gate starts open, so that the state lasts a few dozen steps from the first update on."""
 CHOICE_STD = 0.1
-"""Deviation of the initial embeddings of choices: they nudge what comes after them, and do not drown the state."""
+"""Standard deviation of the initial embeddings of choices: small, so that they do not drown the state."""
 MIN_WIDTH = 4
-"""A ReLU layer of fewer units may well begin with all of them off."""
+"""A narrower ReLU layer may start with all units off."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class NetworkConfig:
     hidden: int = 64
     """Width of the LSTM."""
     head: int = 64
-    """Width of the actor's and the critic's layer behind the LSTM."""
+    """Width of the actor's and the critic's layer after the LSTM."""
     recurrent: bool = True
-    """Off: every step begins with an empty memory."""
+    """Off: every step starts from an empty hidden state."""
     informed_critic: bool = True
-    """Off: the critic does without its own columns, and so knows no more of the control than the actor: nothing."""
+    """Off: the critic does not get its own columns, and so knows nothing of the control."""
     head_gain: float = 0.01
     """Scale of the heads' initial weights: small, so that the first policy is nearly uniform."""
     first_bias: tuple[float, ...] = ()
@@ -57,26 +58,26 @@ class NetworkConfig:
         for name in ("encoder", "hidden", "head"):
             require_whole(name, getattr(self, name), MIN_WIDTH)
         require_whole("encoder_layers", self.encoder_layers, 1)
-        require_positive("head_gain", self.head_gain, remark="; with 0 no gradient would pass the heads")
+        require_positive("head_gain", self.head_gain, remark="; with 0, no gradient would pass the heads")
         if not all(math.isfinite(bias) for bias in self.first_bias):
             raise BadValueError(f"first_bias {self.first_bias!r} is not finite")
 
 
 class Stretches(NamedTuple):
-    """How sequences of unequal length lie in blocks (time, sequences), each of them one fused call of the LSTM.
+    """Sequences of unequal length as blocks (time, sequences), each of which is one fused call of the LSTM.
 
-    Steps are in packed order: step t of all sequences that are that long, longest first, then step t + 1. Torch's own
-    PackedSequence would go through unequal lengths step by step on the CPU, four times slower.
+    Steps are in packed order: step t of all sequences that are that long, longest first, then step t + 1. On the CPU,
+    torch's PackedSequence runs unequal lengths step by step, which is four times slower.
     """
 
     blocks: tuple[tuple[int, int], ...]
     """(sequences, time) of each"""
-    place: Tensor | None
-    """(steps,): where each step lies in the blocks; None: they are full, and in the same order."""
+    positions: Tensor | None
+    """(steps,): position of each step in the blocks; None: the blocks have no padding."""
 
 
 class Encoded(NamedTuple):
-    """What the heads and the critic need of an observation."""
+    """Encoded observations, for the LSTM, the heads and the critic."""
 
     trunk: Tensor
     """(n, encoder): the LSTM's input"""
@@ -89,22 +90,22 @@ class Encoded(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Actions with what they were drawn from, (n, heads) each. Heads that were not used have log-prob 0."""
+    """Actions and how likely they were, (n, heads) each. Unused heads have log-prob 0."""
 
     actions: Tensor
     log_probs: Tensor
     entropies: Tensor
     """Normalised: 1 is uniform over the legal choices."""
     choices: Tensor
-    """Legal choices along the path that was taken."""
+    """Number of legal choices, given the earlier ones."""
     spreads: Tensor
-    """Mean square of the centred legal logits."""
+    """Variance of the legal logits."""
     causal: Tensor
-    """Which heads the action used."""
+    """bool: the action used this head"""
 
     @property
     def decided(self) -> Tensor:
-        """Heads that were used and had more than one choice."""
+        """Heads that were used and had several legal choices."""
         return self.causal & (self.choices > 1)
 
     @property
@@ -122,19 +123,15 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.config = config = config if config is not None else NetworkConfig()
         self._check_fit()
         width = config.encoder
-        pooled = 0
         if layout.slots:
             columns = len(layout.slot) + 2 * len(layout.offer)
             self.slot_encoder = nn.Sequential(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
             self.slot_attention = nn.Linear(width, 1, bias=False)
-            pooled = 3 * width
-        inputs, layers = len(layout.host) + pooled, list[nn.Module]()
-        for _ in range(config.encoder_layers):
-            layers += [nn.Linear(inputs, width), nn.ReLU()]
-            inputs = width
-        # No norm: one behind a ReLU layer keeps directions and loses magnitudes, so an angle of 0.01 looks like one of
-        # 0.1. (CartPole without velocities, 20 to 40 k steps: returns around 190 with it, 350 without.)
-        self.trunk = nn.Sequential(*layers)
+        inputs = len(layout.host) + (3 * width if layout.slots else 0)
+        # No normalisation layer: behind a ReLU it keeps directions and loses magnitudes, so an angle of 0.01 looks like
+        # one of 0.1. (CartPole without velocities, 20 to 40 k steps: returns around 190 with it, 350 without.)
+        widths = [inputs, *[width] * config.encoder_layers]
+        self.trunk = nn.Sequential(*(part for sizes in pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())))
         self.lstm = nn.LSTM(width, config.hidden)
         self.actor = nn.Linear(config.hidden, config.head)
         self._informed = config.informed_critic and bool(layout.critic)
@@ -142,32 +139,28 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.critic = nn.Sequential(nn.Linear(critic_inputs, config.head), nn.ReLU())
         self.critic_out = nn.Linear(config.head, 1)
         self.heads = nn.ModuleDict({head.name: self._make_head(head) for head in table.heads})
-        # What each head tells the later ones about its choice; the last has nobody to tell.
-        self.told = nn.ModuleDict(
+        # Later heads see the choices of earlier ones through these.
+        self.choice_embeddings = nn.ModuleDict(
             {head.name: nn.Embedding(head.size, config.head) for head in table.heads[:-1] if head.kind == "linear"}
         )
         if any(head.kind == "pointer" for head in table.heads[:-1]):
-            self.slot_told = nn.Linear(width, config.head, bias=False)
-        # On the device from the start: a copy in each decision would wait for it.
+            self.slot_projection = nn.Linear(width, config.head, bias=False)
+        # On the device from the start: copying it in each decision would be a sync.
         self.relevance: Tensor
         self.register_buffer("relevance", table.relevance, persistent=False)
         self.reset_parameters()
 
     def _check_fit(self) -> None:
+        sizes = {"pointer": (self.layout.slots, "slots"), "offer": (self.layout.blueprints, "blueprints")}
         for head in self.table.heads:
-            if head.kind == "pointer" and head.size != self.layout.slots:
-                raise BadValueError(
-                    f"head {head.name!r} points at {head.size} slots; the layout has {self.layout.slots}"
-                )
-            if head.kind == "offer" and head.size != self.layout.blueprints:
-                raise BadValueError(
-                    f"head {head.name!r} compares {head.size} blueprints; the layout has {self.layout.blueprints}"
-                )
+            size, noun = sizes.get(head.kind, (head.size, ""))
+            if head.size != size:
+                raise BadValueError(f"head {head.name!r} chooses among {head.size} {noun}; the layout has {size}")
         bias, first = self.config.first_bias, self.table.heads[0]
         if bias and (len(bias) != first.size or first.kind != "linear"):
             raise BadValueError(
                 f"first_bias has {len(bias)} entries for the {first.size} choices of head {first.name!r}, "
-                f"which is {first.kind}; give one each, and to a linear head"
+                f"which is {first.kind}; give one per choice of a linear head"
             )
 
     def _make_head(self, head: ActionHead) -> nn.Module:
@@ -180,7 +173,7 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Orthogonal weights from torch's global generator; small where logits are made, forget gates open."""
+        """Orthogonal weights from torch's global generator: small at the logits, with open forget gates."""
         last = {head.score if isinstance(head, _OfferHead) else head for head in self.heads.values()}
         for part in self.modules():
             if isinstance(part, nn.Linear):
@@ -196,67 +189,55 @@ class FactoredRecurrentActorCritic(nn.Module):
             else:
                 weight.zero_()
         hidden = self.config.hidden
-        _, _, bias, _ = self._lstm_weights()
-        bias[hidden : 2 * hidden] = FORGET_BIAS  # gates in torch's order: input, forget, cell, output
+        # torch's order of gates: input, forget, cell, output
+        self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden] = FORGET_BIAS
         first = self.heads[self.table.heads[0].name]
         if self.config.first_bias:
             assert isinstance(first, nn.Linear)
             first.bias.copy_(torch.tensor(self.config.first_bias))
 
     def initial_state(self, n: int) -> HiddenState:
-        """An empty memory for n envs."""
+        """The hidden state of n envs at the start of a sequence: zeros."""
         zero = self.critic_out.weight.new_zeros((n, self.config.hidden))
         return zero, zero.clone()
 
     # -- from observation to core -------------------------------------------------------------------------------------
 
     def encode(self, flat: Tensor) -> Encoded:
-        """Observations (n, size), one by one."""
-        seen = self.layout.split(flat)
+        """Encode observations (n, size), each on its own."""
+        host, slots, offers, critic = self.layout.split(flat)
         if not self.layout.slots:
-            return Encoded(self.trunk(seen.host), seen.slots, seen.offers, seen.critic)
-        slots = self._embed_slots(seen)
+            return Encoded(self.trunk(host), slots, offers, critic)
+        pooled_offers = [offers.mean(-2), offers.amax(-2)] if self.layout.offer else []
+        slots = self.slot_encoder(torch.cat([slots, *pooled_offers], -1))
         weights = torch.softmax(self.slot_attention(slots), -2)
         pooled = (slots.mean(-2), slots.amax(-2), (weights * slots).sum(-2))
-        return Encoded(self.trunk(torch.cat([seen.host, *pooled], -1)), slots, seen.offers, seen.critic)
-
-    def _embed_slots(self, seen: Observation) -> Tensor:
-        parts = [seen.slots]
-        if self.layout.offer:
-            parts += [seen.offers.mean(-2), seen.offers.amax(-2)]
-        embedded: Tensor = self.slot_encoder(torch.cat(parts, -1))
-        return embedded
+        return Encoded(self.trunk(torch.cat([host, *pooled], -1)), slots, offers, critic)
 
     def step(self, trunk: Tensor, hidden_state: HiddenState) -> tuple[Tensor, HiddenState]:
-        """One step of n envs: (n, encoder) → (n, hidden) and the memory after it."""
+        """One step of n envs: (n, encoder) → (n, hidden) and the next hidden state."""
         if not self.config.recurrent:
             hidden_state = self.initial_state(len(trunk))
-        input_weight, memory_weight, input_bias, memory_bias = self._lstm_weights()
-        hidden_state = torch.lstm_cell(trunk, hidden_state, input_weight, memory_weight, input_bias, memory_bias)
+        hidden_state = torch.lstm_cell(trunk, hidden_state, *self.lstm.all_weights[0])
         return hidden_state[0], hidden_state
 
-    def _lstm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of inputs and of the memory, biases likewise."""
-        input_weight, memory_weight, input_bias, memory_bias = self.lstm.all_weights[0]
-        return input_weight, memory_weight, input_bias, memory_bias
-
     def unroll(self, trunk: Tensor, stretches: Stretches, hidden_state: HiddenState) -> Tensor:
-        """Whole sequences, longest first, with the memory that each begins with: (steps, encoder) → (steps, hidden)."""
+        """Whole sequences, longest first, from their first hidden states: (steps, encoder) → (steps, hidden)."""
         if not self.config.recurrent:
             hidden, _ = self.lstm(trunk.unsqueeze(0))
             core: Tensor = hidden.squeeze(0)
             return core
         sizes = [size * time for size, time in stretches.blocks]
-        if stretches.place is not None:
-            trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.place, trunk)
+        if stretches.positions is not None:
+            trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.positions, trunk)
         state, parts = (hidden_state[0].unsqueeze(0), hidden_state[1].unsqueeze(0)), []
         for (size, time), block in zip(stretches.blocks, trunk.split(sizes), strict=True):
             state = state[0][:, :size].contiguous(), state[1][:, :size].contiguous()
             hidden, state = self.lstm(block.view(time, size, -1), state)
             parts.append(hidden.flatten(0, 1))
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
-        # Not core[place]: its gradient is scattered one number at a time.
-        return core if stretches.place is None else core.index_select(0, stretches.place)
+        # Not core[positions]: its gradient is scattered one number at a time.
+        return core if stretches.positions is None else core.index_select(0, stretches.positions)
 
     # -- from core to action and value --------------------------------------------------------------------------------
 
@@ -279,47 +260,40 @@ class FactoredRecurrentActorCritic(nn.Module):
     ) -> Decision:
         """Choose by `uniform` draws (n, heads), or evaluate given `actions` (n, heads); neither: the likeliest choices.
 
-        Reads nothing back from the device. An empty mask on the path shows as `choices` 0. Unless `measured`, entropies
-        and spreads are left at 0: who only acts does not need them.
+        No device sync. An empty mask of a used head shows as `choices` 0. Without `measured`, entropies and spreads
+        are 0.
         """
         self.table.check_masks(masks, len(core))
-        # Choices are added before the ReLU: what a later head makes of the state may depend on them.
         state = self.actor(core)
         chosen: dict[str, Tensor] = {}
         columns: list[tuple[Tensor, ...]] = []
         used: Tensor | None = None
         slot: Tensor | None = None
-        nothing = core.new_zeros(len(core))
-        for place, head in enumerate(self.table.heads):
-            mask = masks[head.name]
-            if head.given is not None:
-                mask = _pick(mask, chosen[head.given])
-            matters = None if head.matters is None or used is None else used[:, place]
-            if matters is not None:
-                # Where the head is not used its mask may be empty; it is not looked at.
+        zeros = core.new_zeros(len(core))
+        for index, head in enumerate(self.table.heads):
+            mask = masks[head.name] if head.given is None else pick(masks[head.name], chosen[head.given])
+            matters = None if head.matters is None or used is None else used[:, index]
+            if matters is not None:  # the mask of an unused head may be empty
                 mask = mask | ~matters.unsqueeze(-1)
-            found = MaskedCategorical(self._score(head, state, encoded, slot), mask, epsilon, validate=False)
+            distribution = MaskedCategorical(self._score(head, state, encoded, slot), mask, epsilon, validate=False)
             if actions is not None:
-                choice = actions[:, place]
+                choice = actions[:, index]
             else:
-                choice = found.mode() if uniform is None else found.sample(uniform[:, place])
-                if matters is not None:
-                    choice = choice.where(matters, head.placeholder)
+                choice = distribution.mode() if uniform is None else distribution.sample(uniform[:, index])
+                choice = choice if matters is None else choice.where(matters, head.placeholder)
             chosen[head.name] = choice
-            if place == 0:
-                used = None if self.table.everything_matters else self.relevance[choice]
-            log_prob = found.log_prob(choice)
-            if matters is not None:
-                log_prob = log_prob.where(matters, 0.0)
-            entropy, spread = (found.entropy(), found.spread()) if measured else (nothing, nothing)
-            columns.append((choice, log_prob, entropy, found.counts, spread))
-            if head.kind == "pointer":
-                slot = choice
-            if place + 1 < len(self.table):
-                state = state + self._tell(head, choice, encoded)
-        taken, log_probs, entropies, counts, spreads = (_side_by_side(c) for c in zip(*columns, strict=True))
-        causal = torch.ones_like(taken, dtype=torch.bool) if used is None else used
-        return Decision(taken, log_probs, entropies, counts, spreads, causal)
+            used = self.relevance[choice] if used is None else used
+            log_prob = distribution.log_prob(choice)
+            log_prob = log_prob if matters is None else log_prob.where(matters, 0.0)
+            entropy, spread = (distribution.entropy(), distribution.spread()) if measured else (zeros, zeros)
+            columns.append((choice, log_prob, entropy, distribution.counts, spread))
+            slot = choice if head.kind == "pointer" else slot
+            if index + 1 < len(self.table):
+                # Added before the ReLU, so that later heads can read the state in the light of the choice.
+                state = state + self._embed_choice(head, choice, encoded)
+        assert used is not None, "a table has at least one head"
+        drawn, log_probs, entropies, counts, spreads = (torch.stack(parts, -1) for parts in zip(*columns, strict=True))
+        return Decision(drawn, log_probs, entropies, counts, spreads, used)
 
     def _score(self, head: ActionHead, state: Tensor, encoded: Encoded, slot: Tensor | None) -> Tensor:
         """Logits (n, size) of a head."""
@@ -328,37 +302,26 @@ class FactoredRecurrentActorCritic(nn.Module):
             query: Tensor = layer(torch.relu(state)).unsqueeze(-1)
             return (encoded.slots @ query).squeeze(-1) / math.sqrt(self.config.encoder)
         if head.kind == "offer":
-            assert slot is not None, "the table lets a pointer head choose it first"
-            logits: Tensor = layer(state, _pick(encoded.offers, slot))
+            assert slot is not None, "the table puts a pointer head first"
+            logits: Tensor = layer(state, pick(encoded.offers, slot))
             return logits
         logits = layer(torch.relu(state))
         return logits
 
-    def _tell(self, head: ActionHead, choice: Tensor, encoded: Encoded) -> Tensor:
-        """What later heads learn of a choice (n, head width)."""
-        if head.kind == "pointer":
-            told: Tensor = self.slot_told(_pick(encoded.slots, choice))
-            return told
-        if head.kind == "offer":
-            layer = self.heads[head.name]
-            assert isinstance(layer, _OfferHead)
+    def _embed_choice(self, head: ActionHead, choice: Tensor, encoded: Encoded) -> Tensor:
+        """The embedding of a choice (n, head width) that later heads see."""
+        layer = self.heads[head.name]
+        if isinstance(layer, _OfferHead):
             return layer.names.weight[choice]
-        told = self.told[head.name](choice)
-        return told
-
-
-def _side_by_side(columns: tuple[Tensor, ...]) -> Tensor:
-    """(n,) per head → (n, heads); of a single head a view."""
-    return torch.stack(columns, -1) if len(columns) > 1 else columns[0].unsqueeze(-1)
-
-
-def _pick(values: Tensor, choice: Tensor) -> Tensor:
-    """(n, choices, …) at one choice each (n,) → (n, …)."""
-    return values[torch.arange(len(choice), device=choice.device), choice]
+        pointer = head.kind == "pointer"
+        embedding: Tensor = (
+            self.slot_projection(pick(encoded.slots, choice)) if pointer else self.choice_embeddings[head.name](choice)
+        )
+        return embedding
 
 
 class _OfferHead(nn.Module):
-    """Scores blueprints by what they are and by what is known of each in the chosen slot."""
+    """Scores blueprints by their embeddings and their offers in the chosen slot."""
 
     def __init__(self, width: int, blueprints: int, columns: int) -> None:
         super().__init__()

@@ -1,13 +1,17 @@
-"""What a policy is given, which actions are legal, and what it returns."""
+"""What a policy receives, which actions are legal, and how rules become actions.
 
+Everything here works on a whole fleet at once.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, SeedStage
-from esper.tamiyo.heads import ActionTable, Masks
-from esper.tamiyo.signals import SlotView, TrainingSignals
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig
+from esper.tamiyo.heads import ActionTable, Masks, pick
+from esper.tamiyo.signals import TrainingSignals
 
 PolicyState = Any  # each policy's own: what it carries from step to step
 
@@ -17,7 +21,7 @@ class PolicyView(NamedTuple):
 
     signals: TrainingSignals
     features: Tensor
-    """(N, size): the signals as a learned policy sees them, not yet normalised"""
+    """(N, size): the signals as a learned policy sees them, before normalisation"""
     masks: Masks
     step: int
     """0 … T−1"""
@@ -33,25 +37,33 @@ class Policy(Protocol):
         ...
 
     def initial_state(self, seeds: list[int]) -> PolicyState:
-        """At the start of an episode; one host seed per env."""
+        """The state at the start of an episode; one host seed per env."""
         ...
 
     def act(self, view: PolicyView, state: PolicyState, uniform: Tensor) -> tuple[Tensor, PolicyState]:
-        """Legal actions (N, heads) for all envs. `uniform` (N, heads) is all the chance that there is."""
+        """Legal actions (N, heads) and the next state. `uniform` (N, heads) is the only source of chance."""
         ...
 
 
 def growth_masks(signals: TrainingSignals, table: ActionTable, ops: tuple[LifecycleOp, ...]) -> dict[str, Tensor]:
-    """For a `growth_table` and the ops of its preset: op (N, ops), slot given op (N, ops, S), blueprint given slot
-    (N, S, B), all else open. Reads nothing back from the device.
+    """Masks of a `growth_table` for the ops of its preset, without a device sync.
 
-    WAIT addresses no slot: its row is empty, and no head looks at it. An alpha target may be the one that a seed holds:
-    the head's mask knows no slot, and the op does what it says, it holds the seed there anew.
+    op (N, ops), slot given op (N, ops, S), blueprint given slot (N, S, B); other heads are open. WAIT addresses no
+    slot, so its row of the slot mask is empty. The alpha target may equal the current one, because its mask does not
+    depend on the slot; the op then holds the seed there again.
     """
     if LifecycleOp.WAIT not in ops:
-        raise BadValueError(f"ops {[op.name for op in ops]} lack WAIT; it is what is legal when nothing else is")
-    fits = signals.offers.fits
-    slot = _addressable(signals.slots, fits.any(-1), ops)
+        raise BadValueError(f"ops {[op.name for op in ops]} lack WAIT; it must be legal when nothing else is")
+    slots, fits = signals.slots, signals.offers.fits
+    ready = {
+        LifecycleOp.GERMINATE: (slots.stage == SeedStage.DORMANT) & fits.any(-1),
+        LifecycleOp.SET_ALPHA_TARGET: slots.can_retarget,
+        LifecycleOp.PRUNE: slots.can_prune,
+        LifecycleOp.FOSSILIZE: slots.can_fossilize,
+        LifecycleOp.ADVANCE: slots.can_advance,
+    }
+    none = torch.zeros_like(slots.ramping)
+    slot = torch.stack([ready.get(op, none) if op in ops else none for op in LifecycleOp], 1) & ~slots.ramping[:, None]
     op = slot.any(-1)
     op[:, LifecycleOp.WAIT] = True
     masks = {**table.open_masks(len(fits), fits.device), "op": op, "slot": slot, "blueprint": fits}
@@ -59,14 +71,79 @@ def growth_masks(signals: TrainingSignals, table: ActionTable, ops: tuple[Lifecy
     return masks
 
 
-def _addressable(slots: SlotView, offered: Tensor, ops: tuple[LifecycleOp, ...]) -> Tensor:
-    """(N, ops, S): the slots that each op may address; none for WAIT and for ops that are not in the preset."""
-    ready = {
-        LifecycleOp.GERMINATE: (slots.stage == SeedStage.DORMANT) & offered,
-        LifecycleOp.SET_ALPHA_TARGET: slots.can_retarget,
-        LifecycleOp.PRUNE: slots.can_prune,
-        LifecycleOp.FOSSILIZE: slots.can_fossilize,
-        LifecycleOp.ADVANCE: slots.can_advance,
-    }
-    none = torch.zeros_like(offered)
-    return torch.stack([ready.get(op, none) if op in ops else none for op in LifecycleOp], 1) & ~slots.ramping[:, None]
+class Proposal(NamedTuple):
+    """The action that a rule proposes, (N,) each."""
+
+    op: LifecycleOp
+    applies: Tensor
+    """bool: the rule wants it, and it is legal"""
+    slot: Tensor
+    blueprint: Tensor
+    """Used by GERMINATE alone."""
+
+
+def check_slots(table: ActionTable, slots: SlotConfig) -> None:
+    """Raise unless the table was made for these slots."""
+    for name, expected in {"slot": len(slots), "blueprint": len(slots.blueprint_names)}.items():
+        if (size := table.heads[table.index(name)].size) != expected:
+            raise BadValueError(
+                f"head {name!r} has {size} choices for {expected} {name}s; make the table for these slots"
+            )
+
+
+def used_heads(table: ActionTable, op: Tensor) -> Tensor:
+    """(…, heads) bool: the heads that ops (…) use. No device sync."""
+    return table.relevance.to(op.device, non_blocking=True)[op]
+
+
+def legal_slots(masks: Masks, op: LifecycleOp) -> Tensor:
+    """(N, S): the slots in which an op is legal."""
+    return masks["op"][:, op, None] & masks["slot"][:, op]
+
+
+def propose(op: LifecycleOp, wanted: Tensor, score: Tensor, masks: Masks) -> Proposal:
+    """An op in the wanted and legal slot with the highest score, (N, S) both."""
+    candidates = wanted & legal_slots(masks, op)
+    slot = _highest(score, candidates)
+    return Proposal(op, candidates.any(-1), slot, torch.zeros_like(slot))
+
+
+def propose_seed(wanted: Tensor, score: Tensor, masks: Masks) -> Proposal:
+    """The wanted and legal seed with the highest score, (N, S, B) both."""
+    candidates = (wanted & legal_slots(masks, LifecycleOp.GERMINATE)[..., None] & masks["blueprint"]).flatten(1)
+    index = _highest(score.flatten(1), candidates)
+    slot, blueprint = index // wanted.shape[-1], index % wanted.shape[-1]
+    return Proposal(LifecycleOp.GERMINATE, candidates.any(-1), slot, blueprint)
+
+
+def _highest(score: Tensor, candidates: Tensor) -> Tensor:
+    return score.float().masked_fill(~candidates, -torch.inf).argmax(-1)
+
+
+def take_first(table: ActionTable, masks: Masks, proposals: Sequence[Proposal]) -> Tensor:
+    """Actions (N, heads): the first proposal that applies, else WAIT."""
+    op = torch.full_like(proposals[0].slot, LifecycleOp.WAIT)
+    slot = blueprint = torch.zeros_like(op)
+    for proposal in reversed(proposals):
+        op = op.masked_fill(proposal.applies, proposal.op)
+        slot = proposal.slot.where(proposal.applies, slot)
+        blueprint = proposal.blueprint.where(proposal.applies, blueprint)
+    return complete(table, masks, op, slot, blueprint)
+
+
+def complete(table: ActionTable, masks: Masks, op: Tensor, slot: Tensor, blueprint: Tensor) -> Tensor:
+    """Actions (N, heads) with these ops, slots and blueprints.
+
+    Other heads take their placeholder: add, a ramp of 3, target 1, cuts at once, linear, as preset `core` does. If a
+    head is used and its placeholder is masked, it takes its first legal choice.
+    """
+    table.check_masks(masks, len(op))
+    chosen = {"op": op, "slot": slot, "blueprint": blueprint}
+    used = used_heads(table, op)
+    for index, head in enumerate(table.heads):
+        if head.name not in chosen:
+            mask = masks[head.name] if head.given is None else pick(masks[head.name], chosen[head.given])
+            first = mask.to(torch.uint8).argmax(-1)
+            chosen[head.name] = first.masked_fill(mask[:, head.placeholder], head.placeholder)
+        chosen[head.name] = chosen[head.name].where(used[:, index], head.placeholder)
+    return torch.stack([chosen[name] for name in table.names], -1)

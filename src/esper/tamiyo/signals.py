@@ -1,12 +1,14 @@
 """What a controller may look at, for a whole fleet at once.
 
 Tensors over envs (N,), envs and slots (N, S), or envs, slots and blueprints (N, S, B). Losses are in units of the
-task's random-guess loss; accuracies, gains and contributions in points (percent) unless something else is said. What
-may be unmeasured has a validity bit of its own, and its value is 0 there.
+task's random-guess loss; accuracies, gains and contributions in points (percent). A value that may be unmeasured has a
+validity bit; the value is 0 where the bit is not set.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -15,9 +17,8 @@ class Measured(NamedTuple):
 
     value: Tensor
     error: Tensor
-    """Its standard error, paired over the same images."""
+    """Standard error, paired over the same images."""
     valid: Tensor
-    """bool"""
 
 
 class HostView(NamedTuple):
@@ -29,12 +30,12 @@ class HostView(NamedTuple):
     validation_loss: Tensor
     accuracy: Tensor
     accuracy_change: Tensor
-    """Since the step before; 0 in the first."""
+    """Since the previous step; 0 in the first."""
     best_accuracy: Tensor
     stale: Tensor
-    """Share of the episode since the best accuracy was reached."""
+    """Share of the episode since the best accuracy."""
     grown: Tensor
-    """Grown parameters over the host's."""
+    """Grown parameters divided by the host's."""
     budget_left: Tensor
     """Share of the parameter budget."""
     last_op: Tensor
@@ -44,58 +45,72 @@ class HostView(NamedTuple):
 
 
 class SlotView(NamedTuple):
-    """Each slot, occupied or not, (N, S)."""
+    """Each slot, occupied or not, (N, S). `features.SLOT_COLUMNS` declares the dtypes."""
 
     width: Tensor
     depth: Tensor
     """0 at the host's input, 1 at its output."""
     rms: Tensor
     rank: Tensor
-    """Share of channels that vary on their own."""
+    """Effective rank of the activation divided by its channels."""
     gradient: Tensor
     """Share of the loss gradient's norm, over slots."""
     stage: Tensor
-    """long"""
     blueprint: Tensor
-    """long; −1: none"""
+    """Index of the blueprint, −1 if the slot is empty."""
     alpha: Tensor
     alpha_target: Tensor
     ramping: Tensor
-    """bool"""
     steps_in_stage: Tensor
     age: Tensor
     """Steps since germination."""
     cooldown: Tensor
     can_advance: Tensor
-    """bool: the gate to BLENDING would pass"""
+    """The gate to BLENDING would pass."""
     can_fossilize: Tensor
-    """bool"""
     can_prune: Tensor
-    """bool"""
     can_retarget: Tensor
-    """bool: HOLDING, so that its alpha may be sent elsewhere"""
+    """HOLDING, so that its alpha target may change."""
     audition: Measured
     audition_loss: Tensor
-    """The same by loss: how much lower the shadow row's is; valid with the audition."""
+    """The same by loss: how much lower the shadow row's is. Valid with the audition."""
     contribution: Measured
     contribution_loss: Tensor
     seed_gradient: Measured
     """Norm of the seed's gradient; no error."""
     tried: Tensor
-    """Seeds that were germinated here before."""
+    """Seeds germinated here so far."""
     best: Measured
     """The best contribution of any seed here so far; no error."""
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor]) -> "SlotView":
+        """The view of these columns: `x`, `x_error` (0 if missing) and `x_valid` form the measurement x."""
+        fields: dict[str, Any] = {name: columns[name] for name in cls._fields}  # Any: tensors and measurements
+        for name in [name for name in fields if f"{name}_valid" in columns]:
+            error = columns.get(f"{name}_error", torch.zeros_like(columns[name]))
+            fields[name] = Measured(columns[name], error, columns[f"{name}_valid"])
+        return cls(**fields)
+
+    def column(self, name: str) -> Tensor:
+        """One column by its name in `features.SLOT_COLUMNS`."""
+        if name not in self._fields:
+            measurement, _, part = name.rpartition("_")
+            measured: Tensor = getattr(getattr(self, measurement), part)
+            return measured
+        field: Tensor | Measured = getattr(self, name)
+        return field.value if isinstance(field, Measured) else field
 
 
 class OfferView(NamedTuple):
     """Each blueprint in each slot, (N, S, B)."""
 
     worth: Tensor
-    """First-order audition: |∂L/∂scale| of a seed that is not there, relative to the env's largest."""
+    """First-order audition: |∂L/∂scale| of a seed at scale 0, relative to the env's largest."""
     fits: Tensor
-    """bool: topology, width and what is left of the budget allow it"""
+    """bool: topology, width and the remaining budget allow it"""
     cost: Tensor
-    """Parameters over the host's."""
+    """Parameters divided by the host's."""
 
 
 class CriticView(NamedTuple):
@@ -105,13 +120,13 @@ class CriticView(NamedTuple):
     """Φ now"""
     control_accuracy: Tensor
     control_change: Tensor
-    """Since the step before."""
+    """Since the previous step."""
     control_end: Tensor
-    """What the control comes to: put in when the episode is over, until then as it is now."""
+    """The control's final accuracy, filled in after the episode. Until then, its current accuracy."""
 
 
 class TrainingSignals(NamedTuple):
-    """Everything, after a step."""
+    """All views after a step."""
 
     hosts: HostView
     slots: SlotView

@@ -1,4 +1,4 @@
-"""Running hosts: data, tasks, and the loop that trains one of them."""
+"""Running hosts: tasks and their data, the fleet, the governor, and the loop that trains a single host."""
 
 from esper.tolaria.engine import HostTrainer
 from esper.tolaria.fleet import HostFleet

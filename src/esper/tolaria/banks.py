@@ -1,37 +1,180 @@
-"""Banks: all seeds of one blueprint in one slot, over all hosts of a fleet, as stacked weights."""
+"""Stacked networks, their optimisers, and banks: all seeds of one blueprint in one slot, over all hosts of a fleet.
+
+Every tensor has a leading member axis. All tensors of a network lie side by side in one matrix (members, parameters),
+so an optimiser step is a dozen kernels whatever the network. It equals `torch.optim.SGD` and `AdamW` per member.
+Clipping, rates, step counts and participation are per member too. A member that does not take part, or whose gradient
+is not finite, keeps its weights and its state.
+"""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from esper.kasmina.blending import BlendGate
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import RowCall
 from esper.kasmina.lifecycle import SeedState
+from esper.kasmina.optimiser import CLIP_EPS
 from esper.kasmina.row_layout import has_kernels
 from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec
-from esper.tolaria.stacked import MemberWeights, StackedOptimizer, per_member
 from esper.tolaria.tasks import OptimiserConfig
 
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
 BUCKETS = (0, 4, 8, 12, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32
 """Beyond the table, sizes are multiples of this."""
 
 
 def bucket(count: int) -> int:
-    """The smallest size that holds `count`: a pass takes members in groups of such sizes, so that shapes recur."""
-    for size in BUCKETS:
-        if count <= size:
-            return size
-    return -(-count // BUCKET_STEP) * BUCKET_STEP
+    """The smallest group size that holds `count` members. There are few sizes, so that shapes recur."""
+    beyond = -(-count // BUCKET_STEP) * BUCKET_STEP
+    return next((size for size in BUCKETS if count <= size), beyond)
+
+
+def per_member(values: Tensor, like: Tensor) -> Tensor:
+    """(M,) reshaped to multiply (M, …)."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+class StackedWeights:
+    """The parameters of M networks of one shape: `matrix` (M, P), and `leaves` that are views of it, by name."""
+
+    def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
+        sizes = [shape.numel() for shape in shapes.values()]
+        self.matrix = torch.zeros(members, sum(sizes), device=device, dtype=dtype)
+        self.shapes = dict(shapes)
+        self.leaves: dict[str, Tensor] = {}
+        self.columns: dict[str, slice] = {}
+        start = 0
+        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+            self.columns[name] = slice(start, start + size)
+            self.leaves[name] = self.matrix[:, start : start + size].view(members, *shape).requires_grad_()
+            start += size
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    @torch.no_grad()
+    def write(self, member: int, values: Mapping[str, Tensor]) -> None:
+        """Set all parameters of one member."""
+        for name, columns in self.columns.items():
+            self.matrix[member, columns] = values[name].detach().to(self.matrix).flatten()
+
+    def gradient(self) -> Tensor:
+        """(M, P); zeros where the backward pass left none."""
+        parts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves.values()]
+        return torch.cat([part.reshape(len(self), -1) for part in parts], 1)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+
+class _TakeMembers(torch.autograd.Function):
+    """The parameters of some members, one contiguous tensor per name. The gradient is one sum into the matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, matrix: Tensor, shapes: tuple[Size, ...], members: Tensor, learns: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(members, learns)
+        ctx.like = matrix
+        parts = matrix.index_select(0, members).to(dtype).split([shape.numel() for shape in shapes], 1)
+        return tuple(part.contiguous().view(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        members, learns = ctx.saved_tensors
+        gradient = torch.cat([part.reshape(len(members), -1) for part in gradients], 1)
+        gradient = gradient.to(ctx.like.dtype).where(learns[:, None], 0.0)
+        return torch.zeros_like(ctx.like).index_add_(0, members, gradient), None, None, None, None
+
+
+class MemberWeights(StackedWeights):
+    """Stacked weights of which a pass uses some members."""
+
+    def __init__(self, members: int, shapes: Mapping[str, Size], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(members, shapes, device, dtype)
+        self.leaves = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        self.whole = self.matrix.detach().requires_grad_()
+        """The matrix, where gradients gather."""
+
+    def take(self, members: Tensor, learns: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By name (E, …). Gradients flow back to members that learn: `learns` (E,)."""
+        parts = _TakeMembers.apply(self.whole, tuple(self.shapes.values()), members, learns, dtype)  # type: ignore[no-untyped-call]  # torch does not say
+        return dict(zip(self.shapes, parts, strict=True))
+
+    def gradient(self) -> Tensor:
+        """(M, P); zeros where the backward pass left none."""
+        return torch.zeros_like(self.matrix) if self.whole.grad is None else self.whole.grad
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.whole.grad = None
+
+
+class StackedOptimizer:
+    """The optimiser state of stacked weights."""
+
+    def __init__(self, config: OptimiserConfig, weights: StackedWeights) -> None:
+        self.config, self.weights = config, weights
+        names = ("momentum",) if config.kind == "sgd" else ("mean", "square")
+        self.state = {name: torch.zeros_like(weights.matrix) for name in names}
+        self.steps = weights.matrix.new_zeros(len(weights))
+
+    @torch.no_grad()
+    def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors.
+
+        Returns per member the gradient's norm before clipping, and the update's norm relative to that of the weights.
+        """
+        gradient = self.weights.gradient()
+        if used is not None:
+            gradient = gradient.where(used, 0.0)
+        norms = gradient.square().sum(1).sqrt()
+        clipped = gradient * (self.config.clip_norm / (norms + CLIP_EPS)).clamp(max=1.0)[:, None]
+        steps = takes_part & norms.isfinite()
+        self.steps += steps
+        mask = steps[:, None] if used is None else steps[:, None] & used
+        update = self._update(clipped, rates[:, None], mask)
+        before = self.weights.matrix.square().sum(1).sqrt()
+        self.weights.matrix += update
+        return norms, update.square().sum(1).sqrt() / before
+
+    def _update(self, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
+        """The update of the weights, 0 outside the mask. Changes the optimiser state."""
+        matrix, decay = self.weights.matrix, self.config.weight_decay
+        if self.config.kind == "sgd":
+            momentum = self.state["momentum"]
+            moved = self.config.momentum * momentum + gradient + decay * matrix
+            momentum.copy_(moved.where(mask, momentum))
+            return (-rate * moved).where(mask, 0.0)
+        mean, square = self.state["mean"], self.state["square"]
+        new_mean = mean + (1 - ADAM_BETAS[0]) * (gradient - mean)
+        new_square = ADAM_BETAS[1] * square + (1 - ADAM_BETAS[1]) * gradient.square()
+        # A member that never stepped divides by zero here; the mask leaves it out.
+        correction1, correction2 = (1 - beta ** self.steps[:, None] for beta in ADAM_BETAS)
+        denominator = new_square.sqrt() / correction2.sqrt() + ADAM_EPS
+        mean.copy_(new_mean.where(mask, mean))
+        square.copy_(new_square.where(mask, square))
+        return (-rate * decay * matrix - rate / correction1 * new_mean / denominator).where(mask, 0.0)
+
+    def clear(self, member: int | slice) -> None:
+        """Reset the state of one member, or of several."""
+        self.steps[member] = 0
+        for tensor in self.state.values():
+            tensor[member] = 0
 
 
 class Bank:
-    """Stacked seeds of one blueprint in one slot: a member per env, whether its seed is there or not.
+    """Stacked seeds of one blueprint in one slot: a member per env, whether it has such a seed or not.
 
-    Members that are not there have zero weights: they are padding, and must compute finite numbers. With a member per
-    env nothing ever moves in memory; what an edit changes is which members a pass takes (`Act`).
+    Members without a seed have zero weights: they are padding, and must compute finite numbers. With a member per env
+    nothing ever moves in memory; an edit changes which members a pass uses (`Act`).
     """
 
     def __init__(
@@ -45,9 +188,9 @@ class Bank:
         dtype: torch.dtype,
     ) -> None:
         self.slot, self.blueprint, self.dtype, self.device = slot, blueprint, dtype, device
-        self.graft = self._fresh(None).to(device=device, dtype=dtype)
-        self._parts = {part: RowCall(module) for part, module in self.graft.items()}
-        shapes = {name: parameter.shape for name, parameter in self.graft.named_parameters()}
+        graft = self._fresh(None).to(device=device, dtype=dtype)
+        self._parts = {part: RowCall(module) for part, module in graft.items()}
+        shapes = {name: parameter.shape for name, parameter in graft.named_parameters()}
         self.weights = MemberWeights(envs, shapes, device, dtype)
         self.optimizer = StackedOptimizer(config, self.weights)
         self.styles: frozenset[str] = frozenset()
@@ -60,25 +203,24 @@ class Bank:
         self._settled: list[SeedState | None] | None = None
 
     def plant(self, env: int, rng_seed: int) -> None:
-        """A seed with fresh weights, the same as a single model's seed of that number would have."""
+        """Plant a seed with fresh weights, the same as a single model's seed of that number."""
         self.weights.write(env, dict(self._fresh(rng_seed).named_parameters()))
         self.optimizer.clear(env)
 
-    def free(self, env: int) -> None:
-        """The seed of an env is gone."""
+    def free(self, env: int | slice) -> None:
+        """Remove the seed of an env, or of several."""
         self.weights.matrix[env] = 0
         self.optimizer.clear(env)
 
     def clear(self) -> None:
-        """No env has a seed here."""
+        """Remove all seeds, for new hosts."""
         self._settled = None
-        self.weights.matrix.zero_()
-        self.optimizer.clear(slice(None))
+        self.free(slice(None))
 
     def settle(self, seeds: Mapping[int, SeedState], conductance: Tensor) -> None:
         """Set the tensors that follow from the states of its seeds by env, in place.
 
-        `conductance` (envs,) is how much of the slot's effect each host lets through; it is constant in an episode.
+        `conductance` (envs,) is how much of the slot's effect each host lets through.
         """
         states = [seeds.get(env) for env in range(len(self.weights))]
         # States are immutable, so the same objects mean the same tensors: an edit settles the banks of one slot only.
@@ -91,8 +233,8 @@ class Bank:
         acts = [state is not None and state.stage in ACTIVE_STAGES for state in states]
         young = [state is not None and state.steps_in_stage == 0 for state in states]
         self.style.copy_(torch.tensor([BLEND_STYLES.index(style) for style in styles]))
-        self.takes_part.copy_(torch.tensor([t or a for t, a in zip(trains, acts, strict=True)]))
-        self.newborn.copy_(torch.tensor([t and y for t, y in zip(trains, young, strict=True)]))
+        self.takes_part.copy_(torch.tensor(trains) | torch.tensor(acts))
+        self.newborn.copy_(torch.tensor(trains) & torch.tensor(young))
         self.full.copy_(conductance)
         alphas = torch.tensor([0.0 if state is None else state.alpha for state in states], dtype=self.dtype)
         self.strength.copy_(alphas.to(self.device) * self.full)
@@ -103,8 +245,7 @@ class Bank:
                 self.used[:, columns] = gated[:, None]
 
     def effect(self, h: Tensor, members: Tensor, strength: Tensor, valid: Tensor, learns: Tensor) -> Tensor:
-        """What these members add to h (E, B, …); exactly 0 where not valid. Their weights get gradient where they
-        learn."""
+        """What these members add to h (E, B, …); exactly 0 where not valid. Members that learn get gradients."""
         weights = self.weights.take(members, learns, h.dtype)
         delta = self._call("seed", weights, h)
         gate = self._call("gate", weights, h) if "gate" in self.styles else None
@@ -133,7 +274,8 @@ class Bank:
         Returns the gradient norms (envs,), 0 for those that do not train.
         """
         rates = rates.where(~self.newborn, rates * warm)
-        return self.optimizer.step(rates, self.takes_part, self.used).gradient.where(self.takes_part, 0.0)
+        norms, _ = self.optimizer.step(rates, self.takes_part, self.used)
+        return norms.where(self.takes_part, 0.0)
 
     def _fresh(self, rng_seed: int | None) -> nn.ModuleDict:
         """A seed with its gate."""

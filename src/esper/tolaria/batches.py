@@ -1,6 +1,12 @@
-"""A task's data on a device: minibatches in counter-based order, and the fixed sets that rows are compared on."""
+"""A task's data on a device: minibatches in counter-based order, and the fixed sets that rows are compared on.
+
+A random number is a hash of what it is for, not of how many were drawn before it. So data order and augmentation are a
+pure function of (seed, minibatch, purpose), the same on every device, and hosts draw in parallel without a generator
+each.
+"""
 
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -8,8 +14,39 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper.leyline import DataError
-from esper.tolaria.counter import counter_below, counter_hash, permutation
 from esper.tolaria.data import ImageData, ImagePart, TextData
+
+MASK = 0xFFFFFFFF
+Key = int | Tensor
+
+
+def counter_hash(*keys: Key) -> Tensor:
+    """A number in [0, 2³²) per element of the broadcast keys (int64). Mixes in each key with the murmur3 finaliser."""
+    value = torch.zeros((), dtype=torch.int64)
+    for key in keys:
+        part = torch.as_tensor(key, dtype=torch.int64)
+        # Seeds have 63 bits; both halves count.
+        for half in (part & MASK, (part >> 32) & MASK):
+            value = _mix(value.to(half.device) if half.dim() else value, half)
+    return value
+
+
+def _mix(value: Tensor, key: Tensor) -> Tensor:
+    # Products overflow 64 bits; their lower 32 are right all the same.
+    value = ((value ^ key) * 0x9E3779B1 + 0x7F4A7C15) & MASK
+    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & MASK
+    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & MASK
+    return value ^ (value >> 16)
+
+
+def counter_below(limit: int, *keys: Key) -> Tensor:
+    """An integer in [0, limit) per element; the bias of the remainder is below limit / 2³²."""
+    return counter_hash(*keys) % limit
+
+
+def permutation(count: int, *keys: Key, device: torch.device | None = None) -> Tensor:
+    """A permutation of `count` numbers per element of the broadcast keys, on the last axis."""
+    return counter_hash(*keys, torch.arange(count, device=device)).argsort(dim=-1, stable=True)
 
 
 class Purpose(IntEnum):
@@ -24,15 +61,10 @@ class Purpose(IntEnum):
 
 
 class Samples(NamedTuple):
-    """Inputs ready for a host, and what they should give."""
+    """Inputs ready for a host, and their targets."""
 
     inputs: Tensor
     targets: Tensor
-
-
-def _only(samples: Samples) -> Samples:
-    """The one group of a draw for one seed."""
-    return Samples(samples.inputs[0], samples.targets[0])
 
 
 class ImageBatches:
@@ -50,15 +82,15 @@ class ImageBatches:
         # A channel that never changes stays at zero instead of becoming NaN.
         self.std = torch.tensor(data.std, device=device)[:, None, None].clamp_min(1e-6)
         self._data = data
-        self._order: tuple[tuple[int, Tensor, int], Tensor] | None = None
+        self._order: tuple[int, Tensor, int, Tensor] | None = None
         self._seed: tuple[int, Tensor] | None = None
-        self._channels_last: Tensor | None = None
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
         """The `index`-th minibatch of an episode: passes over shuffled data, one after the other."""
         if self._seed is None or self._seed[0] != rng_seed:
             self._seed = rng_seed, torch.tensor([rng_seed], device=self.images.device)
-        return _only(self.minibatches(self._seed[1], index))
+        inputs, targets = self.minibatches(self._seed[1], index)
+        return Samples(inputs[0], targets[0])
 
     def minibatches(self, seeds: Tensor, index: int) -> Samples:
         """The same for several seeds (G,), on the device of the data: inputs (G, B, C, H, W), targets (G, B)."""
@@ -72,48 +104,41 @@ class ImageBatches:
         return Samples(self._normalised(images), self.labels[chosen])
 
     def rows(self, seeds: Tensor, group: Tensor, index: int, dtype: torch.dtype) -> Samples:
-        """The minibatch of every row of a fleet: row r takes the draw of `group[r]`. Inputs (R, B, C, H, W)."""
+        """The minibatch of every row of a fleet: row r uses the draw of `group[r]`. Inputs (R, B, C, H, W)."""
         if self.images.device.type != "cuda":
             inputs, targets = self.minibatches(seeds, index)
             return Samples(inputs.to(dtype)[group], targets[group])
-        from esper.kasmina.kernels.draws import draw_rows  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.rows import draw_rows  # needs triton, which only CUDA builds bring along
 
         chosen = self._chosen(seeds, index)
-        if self._channels_last is None:
-            self._channels_last = self.images.permute(0, 2, 3, 1).contiguous()
-        none = torch.zeros_like(chosen)
-        span = 2 * self.shift + 1
+        span, none = 2 * self.shift + 1, torch.zeros_like(chosen)
         moves = (
             self._draw(span, seeds, index, Purpose.SHIFT_ROWS) if self.shift else none,
             self._draw(span, seeds, index, Purpose.SHIFT_COLUMNS) if self.shift else none,
             self._draw(2, seeds, index, Purpose.FLIP) if self.flip else none,
         )
         mean, std = self.mean.flatten(), self.std.flatten()
-        inputs = draw_rows(
-            self._channels_last,
-            chosen,
-            moves,
-            group,
-            1 / (255 * std),
-            -mean / std,
-            shift=self.shift,
-            dtype=dtype,
-        )
+        scale, offset = 1 / (255 * std), -mean / std
+        inputs = draw_rows(self._channels_last, chosen, moves, group, scale, offset, shift=self.shift, dtype=dtype)
         return Samples(inputs, self.labels[chosen][group])
+
+    @cached_property
+    def _channels_last(self) -> Tensor:
+        return self.images.permute(0, 2, 3, 1).contiguous()
 
     def _chosen(self, seeds: Tensor, index: int) -> Tensor:
         """Numbers of the training images of a minibatch (G, B)."""
-        places = range(index * self.batch, (index + 1) * self.batch)
-        first, last = places[0] // self.count, places[-1] // self.count
+        start = index * self.batch
+        first, last = start // self.count, (start + self.batch - 1) // self.count
         order = torch.cat([self._permutations(seeds, epoch) for epoch in range(first, last + 1)], dim=1)
-        return order[:, places[0] - first * self.count :][:, : self.batch].contiguous()
+        return order[:, start - first * self.count :][:, : self.batch].contiguous()
 
     def validation(self) -> Samples:
         """Images carved from the training set, the same for every host."""
         return self._prepared(self._data.validation)
 
     def test(self) -> Samples:
-        """Read by a final evaluation only."""
+        """Test images, for a final evaluation only."""
         return self._prepared(self._data.test)
 
     def calibration(self, size: int) -> Tensor:
@@ -127,21 +152,16 @@ class ImageBatches:
         return counter_below(limit, seeds[:, None], index, purpose, samples)
 
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
-        """(G, training images), kept until the seeds or the epoch change."""
-        key = epoch, seeds, seeds._version
-        if self._order is None or not self._same(self._order[0], key):
-            samples = torch.arange(self.count, device=self.images.device)
-            order = counter_hash(seeds[:, None], epoch, Purpose.ORDER, samples).argsort(dim=1, stable=True)
-            self._order = key, order
-        return self._order[1]
-
-    @staticmethod
-    def _same(left: tuple[int, Tensor, int], right: tuple[int, Tensor, int]) -> bool:
-        """The same tensor, unchanged since: to compare values would be a host sync per minibatch on CUDA."""
-        return left[0] == right[0] and left[1] is right[1] and left[2] == right[2]
+        """(G, training images), cached until the seeds or the epoch change."""
+        cached = self._order
+        # The same tensor, unchanged since: comparing values would be a host sync per minibatch on CUDA.
+        if cached is None or cached[0] != epoch or cached[1] is not seeds or cached[2] != seeds._version:
+            order = permutation(self.count, seeds[:, None], epoch, Purpose.ORDER, device=self.images.device)
+            cached = self._order = epoch, seeds, seeds._version, order
+        return cached[3]
 
     def _shifted(self, images: Tensor, seeds: Tensor, index: int) -> Tensor:
-        """Each image moved by up to `shift` pixels both ways, zeros coming in."""
+        """Each image moved by up to `shift` pixels in both directions and filled up with zeros."""
         *_, height, width = images.shape
         padded = F.pad(images.flatten(0, 1), [self.shift] * 4)
         span = 2 * self.shift + 1
@@ -175,8 +195,9 @@ class TextBatches:
         self._data = data
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
-        """The `index`-th minibatch of an episode: windows at random places."""
-        return _only(self.minibatches(torch.tensor([rng_seed]), index))
+        """The `index`-th minibatch of an episode: windows at random positions."""
+        inputs, targets = self.minibatches(torch.tensor([rng_seed]), index)
+        return Samples(inputs[0], targets[0])
 
     def minibatches(self, seeds: Tensor, index: int) -> Samples:
         """The same for several seeds (G,) at once: (G, B, block) both."""
@@ -185,16 +206,16 @@ class TextBatches:
         return self._windows(self.text, starts)
 
     def rows(self, seeds: Tensor, group: Tensor, index: int, dtype: torch.dtype) -> Samples:
-        """The minibatch of every row of a fleet: row r takes the draw of `group[r]`. (R, B, block) both."""
+        """The minibatch of every row of a fleet: row r uses the draw of `group[r]`. (R, B, block) both."""
         inputs, targets = self.minibatches(seeds, index)
         return Samples(inputs[group], targets[group])
 
     def validation(self) -> Samples:
-        """The validation stretch, cut into windows."""
+        """The validation text, cut into windows."""
         return self._cut(self._data.validation)
 
     def test(self) -> Samples:
-        """Read by a final evaluation only."""
+        """The test text, for a final evaluation only."""
         return self._cut(self._data.test)
 
     def calibration(self, size: int) -> Tensor:
@@ -208,8 +229,7 @@ class TextBatches:
 
     def _cut(self, text: Tensor) -> Samples:
         text = text.to(self.text.device)
-        starts = torch.arange(0, len(text) - self.block, self.block, device=text.device)
-        return self._windows(text, starts)
+        return self._windows(text, torch.arange(0, len(text) - self.block, self.block, device=text.device))
 
 
 Batches = ImageBatches | TextBatches

@@ -1,6 +1,7 @@
-"""One host at a time: train a step, validate, tick. The plain loop that everything batched is measured against."""
+"""One host at a time: train a step, validate, tick. The reference loop that the fleet is compared with."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,18 +17,16 @@ FINAL_RATE = 0.1
 
 
 def rate_factor(progress: float) -> float:
-    """Constant, then linear to 10 % over the last third; `progress` in [0, 1] is the share of the episode done."""
+    """Constant, then linear to 10 % over the last third; `progress` in [0, 1] is the share of the episode."""
     late = max(0.0, (progress - (1 - DECAY_SHARE)) / DECAY_SHARE)
     return 1.0 - (1.0 - FINAL_RATE) * min(1.0, late)
 
 
 def make_optimizer(config: OptimiserConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """The torch optimiser that a task asks for."""
+    """The torch optimiser of a task."""
     if config.kind == "sgd":
-        return lambda parameters: torch.optim.SGD(
-            parameters, lr=config.rate, momentum=config.momentum, weight_decay=config.weight_decay
-        )
-    return lambda parameters: torch.optim.AdamW(parameters, lr=config.rate, weight_decay=config.weight_decay)
+        return partial(torch.optim.SGD, lr=config.rate, momentum=config.momentum, weight_decay=config.weight_decay)
+    return partial(torch.optim.AdamW, lr=config.rate, weight_decay=config.weight_decay)
 
 
 class HostTrainer:
@@ -67,21 +66,20 @@ class HostTrainer:
         """`batches_per_step` minibatches at constant alpha; returns the mean loss of the main row."""
         self.model.train()
         total = torch.zeros((), device=self._calibration.device, dtype=torch.float64)
-        for place in range(self.task.batches_per_step):
-            self._set_rates(place)
-            inputs, targets = self.batches.minibatch(
-                self._order_seed, self.step_index * self.task.batches_per_step + place
-            )
+        per_step = self.task.batches_per_step
+        for index in range(per_step):
+            self._set_rates(index)
+            inputs, targets = self.batches.minibatch(self._order_seed, self.step_index * per_step + index)
             self.optimizer.zero_grad()
             losses = self.model.losses(inputs, targets)
             torch.stack(list(losses.values())).sum().backward()
             self.optimizer.step()
             total += losses["main"].detach()
-        self.train_loss = float(total) / self.task.batches_per_step
+        self.train_loss = float(total) / per_step
         return self.train_loss
 
     def validate(self) -> Comparison:
-        """Main row, auditions and contributions on the validation set; noted in the seeds' states."""
+        """Score main row, auditions and contributions on the validation set, and record them in the seeds' states."""
         return self.model.measure(*self._validation, self._calibration)
 
     def tick(self) -> tuple[StageChange, ...]:
@@ -92,33 +90,30 @@ class HostTrainer:
     def run_step(self) -> Comparison:
         """Train, validate, tick."""
         self.train_step()
-        found = self.validate()
+        comparison = self.validate()
         self.tick()
-        return found
+        return comparison
 
-    def signals(self, found: Comparison) -> HostSignals:
-        """What a controller may look at after this step."""
+    def signals(self, comparison: Comparison) -> HostSignals:
+        """What a controller sees after this step."""
         return HostSignals(
             step=self.step_index,
             total_steps=self.task.steps,
             train_loss=self.train_loss,
-            validation_loss=found.main.loss,
-            validation_accuracy=found.main.accuracy,
-            deployed_accuracy=found.deployed.accuracy,
+            validation_loss=comparison.main.loss,
+            validation_accuracy=comparison.main.accuracy,
+            deployed_accuracy=comparison.deployed.accuracy,
             host_parameters=self.model.host_parameter_count,
             grown_parameters=self.model.grown_parameter_count,
             seeds=self.model.reports(),
         )
 
-    def _set_rates(self, place: int) -> None:
+    def _set_rates(self, index: int) -> None:
         """Host and seeds follow one schedule; a seed's first step of training is a linear warm-up."""
-        done = self.step_index + place / self.task.batches_per_step
-        rate = self.task.optimiser.rate * rate_factor(done / self.task.steps)
-        newborn = {
-            report.slot_id
-            for report in self.model.reports()
-            if report.stage is SeedStage.TRAINING and report.steps_in_stage == 0
-        }
+        progress = (self.step_index + index / self.task.batches_per_step) / self.task.steps
+        rate = self.task.optimiser.rate * rate_factor(progress)
+        reports = {report.slot_id: report for report in self.model.reports()}
         for group in self.optimizer.wrapped.param_groups:
-            warm = (place + 1) / self.task.batches_per_step if group["name"] in newborn else 1.0
-            group["lr"] = rate * warm
+            seed = reports.get(group["name"])
+            newborn = seed is not None and seed.stage is SeedStage.TRAINING and seed.steps_in_stage == 0
+            group["lr"] = rate * ((index + 1) / self.task.batches_per_step if newborn else 1.0)

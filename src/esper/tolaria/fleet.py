@@ -1,55 +1,41 @@
 """Many hosts as one batched program.
 
 Host weights are stacked over envs; each (slot, blueprint) has a bank of stacked seeds. In a minibatch the main rows
-and, where seeds are in TRAINING, their shadow rows walk through the host side by side, and every bank acts once; kernel
+and, where seeds are in TRAINING, their shadow rows pass through the host side by side, and every bank acts once. Kernel
 launches depend on slots × blueprints, not on the number of hosts. Lifecycles are the same pure functions that a single
 model uses.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from esper.kasmina import LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
+from esper.kasmina import Host, LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
 from esper.kasmina.compare import RowScore
-from esper.kasmina.layers import BATCH_NORM_MOMENTUM
+from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
-from esper.leyline import (
-    ACTIVE_STAGES,
-    BadValueError,
-    SeedStage,
-    StageChange,
-    UnknownNameError,
-    derive_seed,
-)
-from esper.tolaria.banks import Bank, bucket
+from esper.leyline import BadValueError, StageChange, UnknownNameError, derive_seed
+from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic, SnapshotStore
 from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measurement import FleetComparison, measure, measure_committed
-from esper.tolaria.memory import PassMemory, default_budget, memory_guard
-from esper.tolaria.passes import PassResult, StackedHost
+from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
+from esper.tolaria.passes import StackedHost, row_losses
 from esper.tolaria.rows import LEAST_ROWS, PassPlan, Rows, eval_rows, make_plan
-from esper.tolaria.stacked import StackedOptimizer, per_member
 from esper.tolaria.tasks import Task
 
 
-def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per row: (R, B, …, classes) against (R, B, …) → (R,)."""
-    flat = logits.flatten(0, -2)
-    losses = F.cross_entropy(flat.float() if flat.dtype.itemsize < 4 else flat, targets.flatten(), reduction="none")
-    return losses.view(len(logits), -1).mean(1)
-
-
 @final
-class HostFleet(Lifecycles):
+class HostFleet:
     """N hosts with their episodes in lockstep. Envs with equal seeds are a group: same weights, data, augmentation."""
 
     def __init__(
@@ -69,86 +55,83 @@ class HostFleet(Lifecycles):
         graphs: bool = True,
         validation_bytes: int | None = None,
     ) -> None:
-        """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from its own.
+        """`seeds` has one number per env (default 0 … n−1): everything random in an env follows from it.
 
-        `isolation` is how TRAINING seeds learn: from shadow rows of their own, or straight through the main row, which
-        needs no rows of its own and gives a seed no feedback of its own effect.
-        Weights and statistics are kept in `dtype`; `compute` (default the same) is that of streams and products.
-        On CUDA minibatches are replayed as `graphs`. `validation_bytes` is how much memory the activations of a
-        validation may take (default: a quarter of a CUDA device, 1 GiB on the CPU).
+        `isolation` is how TRAINING seeds learn: from shadow rows, or straight through the main row. The latter needs no
+        extra rows and gives a seed no feedback on its effect.
+        Weights and statistics are stored in `dtype`; `compute` (default the same) is that of streams and products.
+        On CUDA minibatches are replayed as `graphs`. `validation_bytes` limits the memory of the activations of a
+        validation (default: a quarter of a CUDA device, 1 GiB on the CPU).
         """
         if n < 1:
-            raise BadValueError(f"a fleet of {n} hosts: it needs at least 1")
-        self.seeds = list(range(n)) if seeds is None else list(seeds)
-        if len(self.seeds) != n:
-            raise BadValueError(f"{len(self.seeds)} seeds for {n} hosts: each host needs one")
+            raise BadValueError(f"n must be at least 1, not {n}")
         if isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", isolation, ISOLATIONS)
-        self.isolation: Isolation = isolation
-        slots = {slot.slot_id: slot for slot in task.slot_config.slots}
-        super().__init__(n, slots, config if config is not None else LifecycleConfig(), task.parameter_budget)
-        self.task, self.device, self.dtype, self.compute = task, _device(device), dtype, compute or dtype
+        self.n, self.isolation, self.task = n, isolation, task
+        self.device, self.dtype, self.compute = _usable_device(device), dtype, compute or dtype
         self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes
         if self.validation_bytes < 1:
             raise BadValueError(f"validation_bytes {self.validation_bytes} must be positive")
-        self._plan: PassPlan | None = None
+        self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
+        self.config, self.budget = config or LifecycleConfig(), task.parameter_budget
+        self._start_episode(range(n) if seeds is None else seeds)
+        self._add_lifecycles()
         with memory_guard(self, "loading the data"):
             self.batches = task.load_batches(data_dir, self.device) if batches is None else batches
         with memory_guard(self, "building the fleet"):
             self._build(governor, graphs=graphs)
 
+    def _add_lifecycles(self) -> None:
+        """The verbs and states of the lifecycles are the fleet's too."""
+        lives = self.lifecycles = Lifecycles(self)
+        self.states = lives.states
+        self.germinate, self.advance, self.prune = lives.germinate, lives.advance, lives.prune
+        self.fossilize, self.set_alpha_target, self.adopt = lives.fossilize, lives.set_alpha_target, lives.adopt
+        self.check_env, self.reports, self.grown_parameters = lives.check_env, lives.reports, lives.grown_parameters
+
     def _build(self, governor: GovernorConfig | None, *, graphs: bool) -> None:
-        task, n, dtype = self.task, self.n, self.dtype
-        padded = self._padded(self.seeds)
-        made = {seed: task.make_host(seed) for seed in dict.fromkeys(padded)}
-        self.places = {slot_id: made[padded[0]].slot_index(slot_id) for slot_id in self.slots}
-        self.host = StackedHost(
-            [made[seed] for seed in padded],
-            self.places.values(),
-            device=self.device,
-            dtype=dtype,
-            compute=self.compute,
-        )
-        self.optimizer = StackedOptimizer(task.optimiser, self.host.weights)
-        self._group, self._order_seeds = self._grouping(padded)
+        hosts = self._make_hosts()
+        self.places = {slot_id: hosts[0].slot_index(slot_id) for slot_id in self.slots}
+        self.host = StackedHost(hosts, self.places.values(), device=self.device, dtype=self.dtype, compute=self.compute)
+        self.optimizer = StackedOptimizer(self.task.optimiser, self.host.weights)
         self.banks: dict[tuple[str, str], Bank] = {}
         self._sizes: dict[tuple[object, ...], int] = {}
         self._most: dict[tuple[object, ...], int] = {}
-        self.rate_scale = torch.ones(len(padded), dtype=dtype, device=self.device)
+        self.rate_scale = torch.ones(len(hosts), dtype=self.dtype, device=self.device)
         """Factor on the learning rate of each row."""
-        self._norms: dict[tuple[str, str], Tensor] = {}
-        self.step_index = 0
-        self.losses = torch.full((n,), float("nan"))
-        self._needs: PassMemory | None = None
-        self.governor = Governor(n, task.random_guess_loss, governor, self.device)
+        self.norms: dict[tuple[str, str], Tensor] = {}
+        """Gradient norms of the last minibatch by bank (envs,)."""
+        self.governor = Governor(self.n, self.task.random_guess_loss, governor, self.device)
         self.snapshots = SnapshotStore(self)
         self.graphs = MinibatchGraphs(self) if graphs and self.device.type == "cuda" else None
 
-    def _padded(self, seeds: list[int]) -> list[int]:
-        return seeds + seeds[:1] * (LEAST_ROWS - self.n)
+    def _start_episode(self, seeds: Sequence[int]) -> None:
+        """Set everything that an episode starts from, except weights and seeds."""
+        if len(seeds) != self.n:
+            raise BadValueError(f"got {len(seeds)} seeds for {self.n} hosts; pass one per host")
+        self.seeds = list(seeds)
+        self._row_seeds = self.seeds + self.seeds[:1] * (LEAST_ROWS - self.n)
+        groups = list(dict.fromkeys(self._row_seeds))
+        self._group = torch.tensor([groups.index(seed) for seed in self._row_seeds], device=self.device)
+        self._order_seeds = torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
+        self.step_index = 0
+        self.losses = torch.full((self.n,), float("nan"))
+        self._plan: PassPlan | None = None
 
-    def _grouping(self, padded: list[int]) -> tuple[Tensor, Tensor]:
-        """The group of each row, and the seed of each group's data order."""
-        groups = list(dict.fromkeys(padded))
-        group = torch.tensor([groups.index(seed) for seed in padded], device=self.device)
-        return group, torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
+    def _make_hosts(self) -> list[Host]:
+        """A fresh host per row; those of a group are one object."""
+        by_seed = {seed: self.task.make_host(seed) for seed in dict.fromkeys(self._row_seeds)}
+        return [by_seed[seed] for seed in self._row_seeds]
 
     def reset(self, seeds: Sequence[int]) -> None:
-        """A new episode: fresh hosts of these seeds, empty slots. Memory and graphs stay."""
-        if len(seeds) != self.n:
-            raise BadValueError(f"{len(seeds)} seeds for {self.n} hosts: each host needs one")
-        self.seeds = list(seeds)
-        padded = self._padded(self.seeds)
-        made = {seed: self.task.make_host(seed) for seed in dict.fromkeys(padded)}
-        self.host.fill([made[seed] for seed in padded])
-        self._group, self._order_seeds = self._grouping(padded)
+        """Start a new episode: fresh hosts of these seeds, empty slots. Keeps memory and graphs."""
+        self._start_episode(seeds)
+        self.host.fill(self._make_hosts())
         for bank in self.banks.values():
             bank.clear()
         self.optimizer.clear(slice(None))
-        self.begin()
+        self.lifecycles.reset()
         self._leave_headroom()
-        self.step_index, self._plan = 0, None
-        self.losses = torch.full((self.n,), float("nan"))
         self.rate_scale.fill_(1)
         self.governor.reset()
         self.snapshots.take()
@@ -159,13 +142,12 @@ class HostFleet(Lifecycles):
         """`batches_per_step` minibatches at constant alpha; returns the mean loss of each env's main row (N,)."""
         total = torch.zeros(len(self._group), device=self.device, dtype=self.dtype)
         per_step = self.task.batches_per_step
-        for place in range(per_step):
-            samples = self.draw(self.step_index * per_step + place)
-            progress = (self.step_index + place / per_step) / self.task.steps
-            total += self.train_minibatch(
-                samples, self.task.optimiser.rate * rate_factor(progress), (place + 1) / per_step
-            )
-        self._note_gradients()
+        for index in range(per_step):
+            samples = self.draw(self.step_index * per_step + index)
+            progress = (self.step_index + index / per_step) / self.task.steps
+            rate = self.task.optimiser.rate * rate_factor(progress)
+            total += self.train_minibatch(samples, rate, (index + 1) / per_step)
+        self._record_gradients()
         # Host sync: once per step.
         self.losses = (total / per_step)[: self.n].cpu()
         return self.losses
@@ -178,90 +160,84 @@ class HostFleet(Lifecycles):
     def train_minibatch(self, samples: Samples, rate: float, warm: float = 1.0) -> Tensor:
         """One step of every host and seed; returns the losses of the main rows (R,). `warm` scales newborns' rate."""
         with memory_guard(self, "training a minibatch"):
+            plan = self.update_plan()
             if self.graphs is not None:
-                return self.graphs.run(samples, rate, warm)
+                return self.graphs.run(plan, samples, rate, warm)
             rates = (torch.tensor(value, dtype=self.dtype, device=self.device) for value in (rate, warm))
-            return self.run_minibatch(self.plan, samples, *rates)
+            return self.run_minibatch(plan, samples, *rates)
 
     def run_minibatch(self, plan: PassPlan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
         """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
         for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
             weights.zero_grad()
         inputs, targets = samples
-        done, beside = self.host.train(plan, inputs)
-        losses = row_losses(done.output, targets)
+        result = self.host.run(replace(plan.main, acts=plan.acts), inputs, train=True, shadow=plan.shadow)
+        losses = row_losses(result.output, targets)
         total = losses.sum()
-        if beside is not None:
-            assert plan.shadow is not None
-            assert plan.shadow.valid is not None
-            shadow_losses = row_losses(beside, targets.index_select(0, plan.shadow.env))
-            total = total + shadow_losses.where(plan.shadow.valid, 0.0).sum()
+        shadow = plan.shadow
+        if shadow is not None and shadow.valid is not None and result.shadow_output is not None:
+            shadow_losses = row_losses(result.shadow_output, targets.index_select(0, shadow.env))
+            total = total + shadow_losses.where(shadow.valid, 0.0).sum()
         total.backward()
         finite, update_ratio = self._step(rate, warm)
-        self._write_statistics(done)
-        variance = done.output.detach().to(self.dtype).flatten(1, -2).var(1).sum(1)
+        self._write_statistics(result.statistics)
+        variance = result.output.detach().to(self.dtype).flatten(1, -2).var(1).sum(1)
         self.governor.observe(*(signs[: self.n] for signs in (losses.detach(), finite, variance, update_ratio)))
         return losses.detach()
 
     def _step(self, rate: Tensor, warm: Tensor) -> tuple[Tensor, Tensor]:
         """Step hosts and seeds. Returns, per row, whether all gradients were finite, and the host's update ratio."""
         rates = rate * self.rate_scale
-        norms = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
-        finite = norms.gradient.isfinite()
-        with self.host.lanes.over(self.busy_banks()) as busy:
-            found = {key: self.banks[key].step(rates, warm) for key in busy}
-        self._norms.update(found)
-        if found:
-            finite = finite & torch.stack(list(found.values())).isfinite().all(0)
-        return finite, norms.update_ratio
-
-    def norms(self) -> dict[tuple[str, str], Tensor]:
-        """Gradient norms of the last minibatch by bank (envs,)."""
-        return dict(self._norms)
-
-    def keep_norms(self, norms: Mapping[tuple[str, str], Tensor]) -> None:
-        """These are the norms of the last minibatch."""
-        self._norms = dict(norms)
+        host_norms, update_ratio = self.optimizer.step(rates, torch.ones_like(rates, dtype=torch.bool))
+        finite = host_norms.isfinite()
+        with self.host.streams.over(self.busy_banks()) as busy:
+            norms = {key: self.banks[key].step(rates, warm) for key in busy}
+        self.norms.update(norms)
+        if norms:
+            finite = finite & torch.stack(list(norms.values())).isfinite().all(0)
+        return finite, update_ratio
 
     @torch.no_grad()
-    def _write_statistics(self, done: PassResult) -> None:
+    def _write_statistics(self, statistics: list[Statistics]) -> None:
         """Running statistics move towards those of the batch, where these are finite."""
-        for index, found in enumerate(done.statistics):
-            for name, value in found.items():
+        for index, by_name in enumerate(statistics):
+            for name, value in by_name.items():
                 buffer = self.host.buffers[f"segments.{index}.{name}"]
                 finite = per_member(value.flatten(1).isfinite().all(1), value)
                 buffer.copy_(buffer.lerp(value, BATCH_NORM_MOMENTUM).where(finite, buffer))
 
-    def _note_gradients(self) -> None:
+    def _record_gradients(self) -> None:
         # Host sync: once per step.
-        norms = {key: tensor.tolist() for key, tensor in self._norms.items()}
-        for env, states in enumerate(self.states):
-            for slot_id, state in states.items():
-                if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES:
-                    norm = norms[slot_id, str(state.blueprint)][env]
-                    states[slot_id] = lifecycle.record_gradient(state, norm)
+        norms = {key: tensor.tolist() for key, tensor in self.norms.items()}
+        for env, slot_id, state in self.lifecycles.working():
+            self.states[env][slot_id] = lifecycle.record_gradient(state, norms[slot_id, str(state.blueprint)][env])
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
 
     def validate(self, *, deployed: bool = True) -> FleetComparison:
-        """Main rows, auditions and contributions on the validation set; noted in the seeds' states."""
+        """Score main rows, auditions and contributions on the validation set, and record them in the seeds' states."""
         with memory_guard(self, "validating"):
-            return measure(self, self._pass_needs(), deployed=deployed)
+            self.update_plan()
+            return measure(self, self._memory, deployed=deployed)
 
     def validate_committed(self, *, final: bool = False) -> list[RowScore]:
-        """Every host with its fossils alone, as it will be hardened. `final` reads the test images instead."""
+        """Score every host with its fossils alone, as it will be hardened. `final` uses the test images instead."""
         with memory_guard(self, "validating"):
-            needs = self._pass_needs()
-            return measure_committed(self, needs, self.batches.test() if final else needs.samples)
+            self.update_plan()
+            return measure_committed(self, self._memory, self.batches.test() if final else self._memory.samples)
 
-    def _pass_needs(self) -> PassMemory:
-        if self._needs is None:
-            inputs = self.batches.calibration(self.task.calibration_size)
-            self._needs = PassMemory(self, self.batches.validation(), inputs)
-        return self._needs
+    @cached_property
+    def _memory(self) -> ValidationMemory:
+        calibration = self.batches.calibration(self.task.calibration_size)
+        return ValidationMemory(self, self.batches.validation(), calibration)
 
-    def govern(self, found: FleetComparison) -> list[Panic]:
-        """After validation: send envs in trouble back to their snapshots, then remember all as they are."""
-        losses = torch.tensor([row.loss for row in found.main])
-        self.governor.examine(losses, self._state_finite())
+    def govern(self, comparison: FleetComparison) -> list[Panic]:
+        """After validation: restore the snapshots of envs that panic, then take new snapshots of all."""
+        losses = torch.tensor([row.loss for row in comparison.main])
+        banks = [bank.weights.matrix for bank in self.banks.values()]
+        stacked = [self.host.weights.matrix, *self.host.buffers.values(), *banks]
+        finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked]).all(0)
+        self.governor.examine(losses, finite[: self.n])
         panics = self.governor.verdicts()
         for panic in panics:
             self.snapshots.restore(panic.env)
@@ -269,18 +245,10 @@ class HostFleet(Lifecycles):
             self.snapshots.take()
         return panics
 
-    def _state_finite(self) -> Tensor:
-        """Whether all weights and statistics of each env are finite (N,)."""
-        stacked = [self.host.weights.matrix, *self.host.buffers.values()]
-        stacked += [bank.weights.matrix for bank in self.banks.values()]
-        finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked])
-        return finite.all(0)[: self.n]
-
     # -- structure ----------------------------------------------------------------------------------------------------
 
-    @property
-    def plan(self) -> PassPlan:
-        """Main rows, shadow rows and what acts on them, as the structure is now."""
+    def update_plan(self) -> PassPlan:
+        """Bring the banks and the pass plan up to date with the seeds' states; returns the plan."""
         if self._plan is None:
             for (slot_id, blueprint), bank in self.banks.items():
                 seeds = {
@@ -293,7 +261,7 @@ class HostFleet(Lifecycles):
         return self._plan
 
     def group_size(self, group: tuple[object, ...], count: int) -> int:
-        """How large a group of rows or members is made for so many.
+        """The padded size of a group of `count` rows or members.
 
         Where graphs are replayed a group never shrinks: after some episodes all structures have been met, and padding
         costs less than a new graph.
@@ -314,39 +282,33 @@ class HostFleet(Lifecycles):
         """Banks with a seed that trains or acts; where graphs are replayed all banks, so that structures recur."""
         if self.graphs is not None:
             return list(self.banks)
-        busy = {
-            (slot_id, str(state.blueprint))
-            for states in self.states
-            for slot_id, state in states.items()
-            if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES
-        }
+        busy = {(slot_id, str(state.blueprint)) for _, slot_id, state in self.lifecycles.working()}
         return [key for key in self.banks if key in busy]
 
     def evaluation_rows(self) -> tuple[Rows, dict[int, tuple[int, str]]]:
-        """Main rows with a shadow row per TRAINING seed and an ablation row per acting one, and whose these are by
+        """Main rows, a shadow row per TRAINING seed and an ablation row per acting one; and (env, slot) of those by
         their number. On CUDA there is padding between them."""
-        _ = self.plan
+        self.update_plan()
         return eval_rows(self, range(len(self.host.weights)))
 
-    def shadows_per_host(self) -> float:
-        """Shadow rows with their padding, as last planned."""
-        shadow = None if self._plan is None else self._plan.shadow
-        return 0.0 if shadow is None else len(shadow) / self.n
-
     def tick(self) -> list[tuple[int, StageChange]]:
+        """End a step for every env: counters, schedules, cooldowns, automatic changes of stage."""
         self.step_index += 1
-        return super().tick()
+        return self.lifecycles.tick()
 
     def plant(self, env: int, slot_id: str, state: SeedState) -> None:
+        """Build the seed that `state` describes."""
         rng_seed = derive_seed(derive_seed(self.seeds[env], "seeds"), slot_id, state.germinations)
         self._bank(slot_id, str(state.blueprint)).plant(env, rng_seed)
 
     def uproot(self, env: int, slot_id: str) -> None:
+        """Remove the weights of a slot's seed, if it has one. The caller changes the state."""
         blueprint = self.states[env][slot_id].blueprint
         if blueprint is not None:
             self._bank(slot_id, blueprint).free(env)
 
     def restructured(self, env: int, *, eased: bool) -> None:
+        """Note that states of an env have changed; `eased`: a seed acts less than before, or no longer."""
         self._plan = None
         if eased:
             # A decision, not a fault: cutting a seed that carries its host throws the loss far up at once.
@@ -355,19 +317,18 @@ class HostFleet(Lifecycles):
     def _bank(self, slot_id: str, blueprint: str) -> Bank:
         key = slot_id, blueprint
         if key not in self.banks:
-            config, members = self.task.optimiser, len(self.host.weights)
+            slot, members = self.slots[slot_id], len(self.host.weights)
             with memory_guard(self, f"making room for {blueprint} seeds in {slot_id}"):
-                self.banks[key] = Bank(
-                    self.slots[slot_id], blueprint, members, config, device=self.device, dtype=self.dtype
-                )
+                bank = Bank(slot, blueprint, members, self.task.optimiser, device=self.device, dtype=self.dtype)
             # In one order, whenever they were born: sums over banks must not depend on what earlier episodes grew.
             order = list(self.slots)
-            self.banks = dict(sorted(self.banks.items(), key=lambda item: (order.index(item[0][0]), item[0][1])))
+            banks = {**self.banks, key: bank}
+            self.banks = dict(sorted(banks.items(), key=lambda item: (order.index(item[0][0]), item[0][1])))
         return self.banks[key]
 
     @torch.no_grad()
     def extract(self, env: int) -> MorphogeneticModel:
-        """One env as a model of its own: weights, buffers, seeds, states."""
+        """A copy of one env as a single model: weights, buffers, seeds, states."""
         self.check_env(env)
         host = self.task.build_host().to(device=self.device, dtype=self.dtype)
         for name, tensor in [*host.named_parameters(), *host.named_buffers()]:
@@ -392,7 +353,7 @@ class HostFleet(Lifecycles):
         return model
 
 
-def _device(given: torch.device | str) -> torch.device:
+def _usable_device(given: torch.device | str) -> torch.device:
     try:
         device = torch.device(given)
         torch.empty(0, device=device)

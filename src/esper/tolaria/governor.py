@@ -1,6 +1,6 @@
-"""The governor watches the vital signs of every host and says which of them have to go back to their last snapshot.
+"""The governor watches every host for divergence, and snapshots restore the hosts that panic.
 
-Signs are gathered per minibatch, on the device, for all envs at once; the host reads the verdicts once per step. What
+Signs are gathered per minibatch, on the device, for all envs at once; the CPU reads the verdicts once per step. What
 is normal is learnt per env; limits are relative to the task's random-guess loss.
 """
 
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import SeedState
-from esper.leyline import BadValueError, UnknownNameError
+from esper.leyline import BadValueError
+
+if TYPE_CHECKING:
+    from esper.tolaria.fleet import HostFleet
 
 
 class Symptom(IntEnum):
@@ -23,46 +26,44 @@ class Symptom(IntEnum):
     COLLAPSE = 1
     """Back at the random-guess loss after having left it."""
     DIVERGENCE = 2
-    """Loss far above normal: several minibatches running, or on the validation set."""
+    """Loss far above normal: in several consecutive minibatches, or on the validation set."""
     FLAT_LOGITS = 3
-    """Outputs that no longer depend on the input, after they did."""
+    """Outputs that no longer depend on the input, but did before."""
     RUNAWAY_UPDATE = 4
     """One update as large as the weights themselves."""
 
 
 @dataclass(frozen=True)
 class GovernorConfig:
-    """Limits."""
+    """Limits of the governor."""
 
     sigmas: float = 6.0
     """Divergence: standard deviations above the mean …"""
     multiple: float = 3.0
     """… and multiples of it."""
     patience: int = 3
-    """Minibatches running before a divergence counts."""
+    """Consecutive minibatches before a divergence counts."""
     left_guessing: float = 0.6
     """A mean loss below this share of the random-guess loss: the host has left random guessing."""
     guessing_band: float = 0.065
     """Within this share of the random-guess loss: it guesses."""
     flat_share: float = 1e-4
-    """Logit variance below this share of its mean is none."""
+    """Logit variance below this share of its running mean counts as none."""
     update_ratio: float = 1.0
     """Norm of an update relative to that of the weights."""
-    memory: float = 0.95
+    decay: float = 0.95
     """Decay of the running means, per minibatch."""
     warmup: int = 10
     """Minibatches before anything counts as normal."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.memory < 1.0:
-            raise BadValueError(f"memory {self.memory} is not between 0 and 1")
-        if self.patience < 1 or self.warmup < 1:
-            raise BadValueError(f"patience {self.patience} and warmup {self.warmup} must be at least 1")
+        if not 0.0 < self.decay < 1.0 or min(self.patience, self.warmup) < 1:
+            raise BadValueError(f"{self}: decay must lie between 0 and 1, patience and warmup must be at least 1")
 
 
 @dataclass(frozen=True)
 class Panic:
-    """A host that was sent back to its snapshot, and why."""
+    """A host that was restored from its snapshot, and why."""
 
     env: int
     symptoms: tuple[Symptom, ...]
@@ -81,10 +82,8 @@ class Governor:
         self.config = config if config is not None else GovernorConfig()
         self.guess = random_guess_loss
         self.signs = torch.zeros(n, len(Symptom), dtype=torch.bool, device=device)
-        self._mean, self._square, self._variance = (
-            torch.zeros(n, dtype=torch.float64, device=device) for _ in range(3)
-        )
-        self._seen, self._high = (torch.zeros(n, dtype=torch.int64, device=device) for _ in range(2))
+        self._mean, self._square, self._variance = torch.zeros(3, n, dtype=torch.float64, device=device)
+        self._seen, self._high = torch.zeros(2, n, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def observe(self, losses: Tensor, gradients_finite: Tensor, logit_variance: Tensor, update_ratio: Tensor) -> None:
@@ -97,11 +96,8 @@ class Governor:
         left = known & (self._mean < self.config.left_guessing * self.guess)
         guesses = (losses - self.guess).abs() <= self.config.guessing_band * self.guess
         flat = known & (logit_variance <= self.config.flat_share * self._variance)
-        self._raise(Symptom.NOT_FINITE, ~finite)
-        self._raise(Symptom.COLLAPSE, left & guesses)
-        self._raise(Symptom.DIVERGENCE, self._high >= self.config.patience)
-        self._raise(Symptom.FLAT_LOGITS, flat)
-        self._raise(Symptom.RUNAWAY_UPDATE, ~(update_ratio <= self.config.update_ratio))
+        diverges, runaway = self._high >= self.config.patience, ~(update_ratio <= self.config.update_ratio)
+        self.signs |= torch.stack([~finite, left & guesses, diverges, flat, runaway], 1)  # in the order of Symptom
         self._learn(losses, logit_variance, finite & ~high)
 
     @torch.no_grad()
@@ -109,22 +105,22 @@ class Governor:
         """The end of a step: losses on the validation set, and whether weights and statistics are finite, each (N,)."""
         losses = validation_losses.to(self._mean)
         known = self._seen >= self.config.warmup
-        self._raise(Symptom.NOT_FINITE, ~(losses.isfinite() & state_finite))
-        self._raise(Symptom.DIVERGENCE, known & self._is_high(losses) & (losses > self.guess))
+        self.signs[:, Symptom.NOT_FINITE] |= ~(losses.isfinite() & state_finite)
+        self.signs[:, Symptom.DIVERGENCE] |= known & self._is_high(losses) & (losses > self.guess)
 
     def verdicts(self) -> list[Panic]:
-        """Who panics, and why. Host sync: once per step. The signs are forgotten."""
+        """The envs that panic, and why. Resets the signs. Host sync: once per step."""
         signs = self.signs.tolist()
         self.signs.zero_()
         return [Panic(env, tuple(s for s in Symptom if row[s])) for env, row in enumerate(signs) if any(row)]
 
     def reset(self) -> None:
-        """Forget everything: new hosts."""
+        """Start anew with new hosts."""
         self.signs.zero_()
         self.relearn(slice(None))
 
     def relearn(self, env: int | slice) -> None:
-        """Forget what was normal for a host: a controller has changed what it computes, and may have done it harm."""
+        """Learn anew what is normal for a host, after a controller has changed what it computes."""
         for tensor in (self._mean, self._square, self._variance, self._seen, self._high):
             tensor[env] = 0
 
@@ -133,19 +129,12 @@ class Governor:
         limit = torch.maximum(self._mean + self.config.sigmas * deviation, self.config.multiple * self._mean)
         return losses > limit
 
-    def _raise(self, symptom: Symptom, who: Tensor) -> None:
-        self.signs[:, symptom] |= who
-
     def _learn(self, losses: Tensor, logit_variance: Tensor, healthy: Tensor) -> None:
         """Running means, corrected for their start: after k values each weighs as in a mean of k."""
-        weight = torch.maximum(1.0 / (self._seen + 1), torch.full_like(self._mean, 1 - self.config.memory))
+        weight = torch.maximum(1.0 / (self._seen + 1), torch.full_like(self._mean, 1 - self.config.decay))
         for running, value in ((self._mean, losses), (self._square, losses.square()), (self._variance, logit_variance)):
             running.copy_(torch.where(healthy, running + weight * (value - running), running))
         self._seen += healthy
-
-
-if TYPE_CHECKING:
-    from esper.tolaria.fleet import HostFleet
 
 
 class SnapshotStore:
@@ -159,7 +148,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Remember every env as it is. Host sync: once per step, for the copies to arrive."""
+        """Store every env as it is now. Host sync: once per step, for the copies to arrive."""
         fleet = self.fleet
         pinned = fleet.device.type == "cuda"
         for name, tensor in self._sources().items():
@@ -167,29 +156,24 @@ class SnapshotStore:
                 self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._tensors[name].copy_(tensor, non_blocking=pinned)
         self._states = [dict(states) for states in fleet.states]
-        if fleet.device.type == "cuda":
+        if pinned:
             torch.cuda.current_stream(fleet.device).synchronize()
 
     @torch.no_grad()
     def restore(self, env: int) -> None:
-        """Put one env back: weights, statistics, structure, states. Its optimiser state starts anew."""
+        """Restore one env: weights, statistics, structure, states. Clears its optimiser state."""
         fleet = self.fleet
-        if not 0 <= env < fleet.n:
-            raise UnknownNameError("env", env, [f"0 to {fleet.n - 1}"])
+        fleet.check_env(env)
         before = self._states[env]
         for slot_id in before:
             fleet.uproot(env, slot_id)
         for name, tensor in self._sources().items():
-            # A bank that is younger than the snapshot had no seed then.
+            # A bank that is younger than the snapshot held no seed then.
             tensor[env] = self._tensors[name][env].to(fleet.device, non_blocking=True) if name in self._tensors else 0
         fleet.optimizer.clear(env)
         fleet.adopt(env, before)
 
-    def bytes(self) -> int:
-        """Host memory in use."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
-
     def _sources(self) -> dict[str, Tensor]:
-        """Everything that is remembered, each (envs, …)."""
+        """Everything that is stored, each (envs, …)."""
         banks = {f"bank {slot_id} {name}": bank.weights.matrix for (slot_id, name), bank in self.fleet.banks.items()}
         return {"host": self.fleet.host.weights.matrix, **self.fleet.host.buffers, **banks}

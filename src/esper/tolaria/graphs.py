@@ -18,12 +18,12 @@ from esper.tolaria.rows import PassPlan
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
-GRAPHS_KEPT = 48
+MAX_GRAPHS = 48
 CAPTURE_AFTER = 8
-"""Eager minibatches of a structure before it gets a graph: a capture costs what the graph saves in dozens of them, so a
-structure that only passes by is not worth it."""
-STRUCTURES_KEPT = 4096
-"""Whose minibatches are counted: those met last, so that a long run does not grow."""
+"""Eager minibatches of a structure before it gets a graph. A capture costs what the graph saves in dozens of
+minibatches, so it does not pay for short-lived structures."""
+MAX_STRUCTURES = 4096
+"""Structures whose minibatches are counted: the latest ones, so that a long run does not grow."""
 
 Structure = tuple[object, ...]
 
@@ -33,8 +33,8 @@ def structure(plan: PassPlan) -> Structure:
     births = () if plan.shadow is None else tuple((birth.place, len(birth.parents)) for birth in plan.shadow.births)
     acts = tuple(
         (place, act.bank.slot.slot_id, act.bank.blueprint, len(act.rows), act.bank.styles, act.silent)
-        for place, found in sorted(plan.acts.items())
-        for act in found
+        for place, group in sorted(plan.acts.items())
+        for act in group
     )
     return births, acts
 
@@ -45,8 +45,8 @@ def plan_tensors(plan: PassPlan) -> list[Tensor]:
     if plan.shadow is not None:
         assert plan.shadow.valid is not None
         tensors += [plan.shadow.env, plan.shadow.valid, *(birth.parents for birth in plan.shadow.births)]
-    for _, found in sorted(plan.acts.items()):
-        for act in found:
+    for _, group in sorted(plan.acts.items()):
+        for act in group:
             tensors += [act.rows, act.members, act.strength, act.valid, act.learns]
     return tensors
 
@@ -64,29 +64,28 @@ class _Captured:
 
 
 class MinibatchGraphs:
-    """Replays minibatches, and captures a graph for every structure that lasts."""
+    """Replays minibatches, and captures a graph for every structure that recurs."""
 
-    def __init__(self, fleet: "HostFleet", kept: int = GRAPHS_KEPT) -> None:
-        self.fleet, self.kept = fleet, kept
+    def __init__(self, fleet: "HostFleet", capacity: int = MAX_GRAPHS) -> None:
+        self.fleet, self.capacity = fleet, capacity
         self.captures = self.replays = self.eager_runs = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Structure, _Captured] = OrderedDict()
-        self._met: OrderedDict[Structure, int] = OrderedDict()
+        self._counts: OrderedDict[Structure, int] = OrderedDict()
         self._samples: Samples | None = None
         self._rate, self._warm = torch.zeros(2, dtype=fleet.dtype, device=fleet.device)
 
-    def run(self, samples: Samples, rate: float, warm: float) -> Tensor:
+    def run(self, plan: PassPlan, samples: Samples, rate: float, warm: float) -> Tensor:
         """One minibatch; the returned losses (R,) are overwritten by the next."""
         self._rate.fill_(rate)
         self._warm.fill_(warm)
-        plan = self.fleet.plan
         key = (*structure(plan), tuple(self.fleet.busy_banks()))
         captured = self._graphs.get(key)
         if captured is None:
-            self._met[key] = self._met.pop(key, 0) + 1
-            if len(self._met) > STRUCTURES_KEPT:
-                self._met.popitem(last=False)
-            if self._met[key] <= CAPTURE_AFTER:
+            self._counts[key] = self._counts.pop(key, 0) + 1
+            if len(self._counts) > MAX_STRUCTURES:
+                self._counts.popitem(last=False)
+            if self._counts[key] <= CAPTURE_AFTER:
                 self.eager_runs += 1
                 return self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
             captured = self._graphs[key] = self._capture(plan, samples)
@@ -95,10 +94,10 @@ class MinibatchGraphs:
             captured.current = plan
         self._graphs.move_to_end(key)
         self.replays += 1
-        for mine, given in zip(self._static(samples), samples, strict=True):
-            mine.copy_(given)
+        for static, given in zip(self._static(samples), samples, strict=True):
+            static.copy_(given)
         captured.graph.replay()
-        self.fleet.keep_norms(captured.norms)
+        self.fleet.norms = dict(captured.norms)
         return captured.losses
 
     def _static(self, samples: Samples) -> Samples:
@@ -108,7 +107,7 @@ class MinibatchGraphs:
         return self._samples
 
     def _capture(self, plan: PassPlan, samples: Samples) -> _Captured:
-        while len(self._graphs) >= self.kept:
+        while len(self._graphs) >= self.capacity:
             self._graphs.popitem(last=False)
         self.captures += 1
         static = self._static(samples)
@@ -116,4 +115,4 @@ class MinibatchGraphs:
         torch.cuda.synchronize(self.fleet.device)
         with torch.cuda.graph(graph, pool=self._pool):
             losses = self.fleet.run_minibatch(plan, static, self._rate, self._warm)
-        return _Captured(graph, plan, plan, losses, self.fleet.norms())
+        return _Captured(graph, plan, plan, losses, dict(self.fleet.norms))

@@ -13,26 +13,31 @@ from esper.kasmina.compare import RowScore
 from esper.kasmina.hosts import ConvSegment, Host, PooledSegment, PoolSegment
 from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
 from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
+from esper.tolaria.banks import StackedWeights
 from esper.tolaria.batches import Samples
-from esper.tolaria.rows import Act, PassPlan, Rows
-from esper.tolaria.stacked import StackedWeights
+from esper.tolaria.rows import Act, Rows
 
-LANES = 6
+if TYPE_CHECKING:
+    from esper.tolaria.fleet import HostFleet
+
+CHUNK = {"cpu": 512, "cuda": 4096}
+"""Most inputs per pass: on the CPU for the caches, on CUDA to save launches."""
+SIDE_STREAMS = 6
 
 T = TypeVar("T")
 
 
-class CudaStreams:
-    """Side streams of a device."""
+class SideStreams:
+    """CUDA streams on which banks run in parallel while a graph is captured."""
 
-    def __init__(self, device: torch.device, count: int = LANES) -> None:
-        self._streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
+    def __init__(self, device: torch.device) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)] if device.type == "cuda" else []
 
     @contextmanager
     def over(self, items: Sequence[T]) -> Iterator[Iterator[T]]:
-        """Items in turn, each with its lane as the current stream; at the end all lanes are waited for.
+        """Items in turn, each with its side stream as the current one. Waits for all of them at the end.
 
-        The item at an index has the same lane in every call.
+        The item at an index has the same stream in every call.
         """
         if not self._streams or not torch.cuda.is_current_stream_capturing():
             yield iter(items)
@@ -51,31 +56,29 @@ class CudaStreams:
         try:
             yield walking
         finally:
-            walking.close()  # after an error a lane would stay the current stream, and the capture could not end
+            walking.close()  # else after an error a side stream would stay current, and the capture could not end
             for stream in used:
                 main.wait_stream(stream)
-
-
-if TYPE_CHECKING:
-    from esper.tolaria.fleet import HostFleet
-
-CHUNK = {"cpu": 512, "cuda": 4096}
-"""Most inputs per pass: what caches like, and what saves launches."""
 
 
 @torch.no_grad()
 def score_rows(
     fleet: "HostFleet", rows: Rows, samples: Samples, calibration: Tensor | None, *, chunk: int | None = None
 ) -> list[RowScore]:
-    """Score all rows on the same inputs, calibrated on training inputs or, with None, by the running statistics."""
+    """Score all rows on the same inputs, calibrated on training inputs or, with None, with running statistics."""
     chunk = chunk or CHUNK[fleet.device.type]
     statistics = None if calibration is None else calibrate(fleet, rows, calibration)
-    correct, losses = [], []
-    for inputs, targets in zip(samples.inputs.split(chunk), samples.targets.split(chunk), strict=True):
-        found = score(fleet, rows, Samples(inputs, targets), statistics)
-        correct.append(found.correct)
-        losses.append(found.losses)
-    return [RowScore(*row) for row in zip(torch.cat(correct, 1), torch.cat(losses, 1), strict=True)]
+    chunks = zip(samples.inputs.split(chunk), samples.targets.split(chunk), strict=True)
+    scores = [score(fleet, rows, Samples(*part), statistics) for part in chunks]
+    correct, losses = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
+    return [RowScore(*row) for row in zip(correct, losses, strict=True)]
+
+
+def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy per row: (R, B, …, classes) against (R, B, …) → (R,)."""
+    flat = logits.flatten(0, -2)
+    losses = F.cross_entropy(flat.float() if flat.dtype.itemsize < 4 else flat, targets.flatten(), reduction="none")
+    return losses.view(len(logits), -1).mean(1)
 
 
 def spread(fleet: "HostFleet", rows: Rows, x: Tensor) -> Tensor:
@@ -85,34 +88,36 @@ def spread(fleet: "HostFleet", rows: Rows, x: Tensor) -> Tensor:
 
 
 def calibrate(fleet: "HostFleet", rows: Rows, inputs: Tensor) -> list[Statistics]:
-    """Statistics of each row: one train-mode pass, as they are those of the whole batch."""
+    """Batch statistics of each row, from one train-mode pass over all inputs."""
     return fleet.host.run(rows, spread(fleet, rows, inputs), train=True).statistics
 
 
 def score(fleet: "HostFleet", rows: Rows, samples: Samples, statistics: list[Statistics] | None) -> RowScore:
-    """All rows on a chunk of inputs: (R, predictions) both."""
+    """Score all rows on a chunk of inputs: (R, predictions) both."""
     inputs, targets = samples
     logits = fleet.host.run(rows, spread(fleet, rows, inputs), train=False, statistics=statistics).output
-    wanted = targets.expand(len(logits), *targets.shape)
-    loss = F.cross_entropy(logits.flatten(0, -2).to(fleet.dtype), wanted.flatten(), reduction="none")
-    return RowScore((logits.argmax(-1) == wanted).flatten(1), loss.view(len(logits), -1))
+    expected = targets.expand(len(logits), *targets.shape)
+    loss = F.cross_entropy(logits.flatten(0, -2).to(fleet.dtype), expected.flatten(), reduction="none")
+    return RowScore((logits.argmax(-1) == expected).flatten(1), loss.view(len(logits), -1))
 
 
 class PassResult(NamedTuple):
-    """Outputs (R, B, …), batch statistics per segment, and the streams at the tapped places, before banks act."""
+    """Outputs (R, B, …) of rows and of shadow rows, batch statistics per segment, and streams at the tapped places."""
 
     output: Tensor
+    shadow_output: Tensor | None
     statistics: list[Statistics]
     taps: dict[int, Tensor]
+    """Before banks act."""
 
 
-def _joined(segments: Sequence[nn.Module], places: Collection[int]) -> list[nn.Module | None]:
-    """Segments with the pool behind them taken along where no slot lies between; None in the pool's place."""
-    joined: list[nn.Module | None] = list(segments)
+def _fuse_pools(segments: Sequence[nn.Module], places: Collection[int]) -> list[nn.Module | None]:
+    """Segments fused with the pool after them where no slot lies between; None instead of the pool."""
+    fused: list[nn.Module | None] = list(segments)
     for index, (segment, following) in enumerate(pairwise(segments)):
         if isinstance(segment, ConvSegment) and isinstance(following, PoolSegment) and index not in places:
-            joined[index], joined[index + 1] = PooledSegment(segment), None
-    return joined
+            fused[index], fused[index + 1] = PooledSegment(segment), None
+    return fused
 
 
 class StackedHost:
@@ -127,36 +132,36 @@ class StackedHost:
         dtype: torch.dtype,
         compute: torch.dtype,
     ) -> None:
-        """`places` are where slots are in use; `dtype` is that of the weights and statistics, `compute` of streams."""
-        self.skeleton = hosts[0].to(device=device, dtype=dtype)
-        joined = _joined(list(self.skeleton.segments), places)
-        self._segments = [None if segment is None else RowCall(segment) for segment in joined]
-        self.compute, self.lanes = compute, CudaStreams(device)
-        shapes = {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
+        """`places` are those of the slots in use; `dtype` is for weights and statistics, `compute` for streams."""
+        skeleton = hosts[0].to(device=device, dtype=dtype)
+        segments = _fuse_pools(list(skeleton.segments), places)
+        self._segments = [None if segment is None else RowCall(segment) for segment in segments]
+        self.compute, self.streams = compute, SideStreams(device)
+        shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
         self.weights = StackedWeights(len(hosts), shapes, device, dtype)
         self.buffers = {
             name: torch.zeros(len(hosts), *buffer.shape, device=device, dtype=dtype)
-            for name, buffer in self.skeleton.named_buffers()
+            for name, buffer in skeleton.named_buffers()
         }
         self.fill(hosts)
         # Normalisation over the batch keeps its affine part and its statistics in full precision.
         self._full_precision = {
             f"{name}.{kind}"
-            for name, module in self.skeleton.named_modules()
+            for name, module in skeleton.named_modules()
             if isinstance(module, BatchNorm2d)
             for kind in ("weight", "bias", "running_mean", "running_var")
         }
 
     @torch.no_grad()
     def fill(self, hosts: Sequence[Host]) -> None:
-        """Take weights and buffers from these hosts."""
+        """Copy weights and buffers from these hosts."""
         for env, host in enumerate(hosts):
             self.weights.write(env, dict(host.named_parameters()))
             for name, buffer in host.named_buffers():
                 self.buffers[name][env] = buffer
 
     def segment_state(self, index: int, rows: Rows, present: int) -> dict[str, Tensor]:
-        """Weights and buffers of one segment for the rows that are there."""
+        """Weights and buffers of one segment for the first `present` rows."""
         prefix = f"segments.{index}."
         state = {}
         for name, tensor in (self.weights.leaves | self.buffers).items():
@@ -174,68 +179,55 @@ class StackedHost:
         train: bool,
         statistics: list[Statistics] | None = None,
         tapped: Collection[int] = (),
+        shadow: Rows | None = None,
     ) -> PassResult:
-        """From the input `x` (rows born at the start, B, …) to the output; `statistics` replace the running ones."""
+        """From the input `x` (rows born at the start, B, …) to the output; `statistics` replace the running ones.
+
+        Shadow rows are born from these rows and pass through the host beside them, as only the latter train it. Where
+        banks act the two are one batch: `rows.acts` numbers the shadow rows after the others.
+        """
         births = {birth.place: birth.parents for birth in rows.births}
-        h, taps = x, dict[int, Tensor]()
-        found: list[Statistics] = []
+        shadow_births = {birth.place: birth.parents for birth in shadow.births} if shadow else {}
+        h, shadow_h, taps = x, None, dict[int, Tensor]()
+        batch_statistics: list[Statistics] = [{} for _ in self._segments]
         for index, segment in enumerate(self._segments):
-            found.append({})
             if segment is not None:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
-                h, found[index] = segment(state, h, train)
+                h, batch_statistics[index] = segment(state, h, train)
+                if shadow is not None and shadow_h is not None:
+                    shadow_h, _ = segment(self.segment_state(index, shadow, len(shadow_h)), shadow_h, train)
             if index in tapped:
                 taps[index] = h
             if index in births:
                 h = cat_rows([h, take_rows(h, births[index])])
+            if index in shadow_births:
+                born = take_rows(h.detach(), shadow_births[index])
+                shadow_h = born if shadow_h is None else cat_rows([shadow_h, born])
             if index in rows.acts:
-                h = _acted(h, rows.acts[index], self.lanes)
-        return PassResult(h, found, taps)
-
-    def train(self, plan: PassPlan, x: Tensor) -> tuple[PassResult, Tensor | None]:
-        """The main rows from the input `x` (R, B, …), and the outputs of the shadow rows that are born from them.
-
-        Both walk through the host side by side, as only main rows train it; where banks act they are one.
-        """
-        main, shadow, acts = plan
-        births = {} if shadow is None else {birth.place: birth.parents for birth in shadow.births}
-        h, beside = x, None
-        found: list[Statistics] = []
-        for index, segment in enumerate(self._segments):
-            found.append({})
-            if segment is not None:
-                h, found[index] = segment(self.segment_state(index, main, len(h)), h, True)
-                if beside is not None:
-                    assert shadow is not None
-                    beside, _ = segment(self.segment_state(index, shadow, len(beside)), beside, True)
-            if index in births:
-                born = take_rows(h.detach(), births[index])
-                beside = born if beside is None else cat_rows([beside, born])
-            if index in acts:
-                if beside is None:
-                    h = _acted(h, acts[index], self.lanes)
+                if shadow_h is None:
+                    h = _act_on(h, rows.acts[index], self.streams)
                 else:
-                    h, beside = split_rows(_acted(cat_rows([h, beside]), acts[index], self.lanes), len(h))
-        return PassResult(h, found, {}), beside
+                    h, shadow_h = split_rows(_act_on(cat_rows([h, shadow_h]), rows.acts[index], self.streams), len(h))
+        return PassResult(h, shadow_h, batch_statistics, taps)
 
 
-def _acted(h: Tensor, acts: Sequence[Act], lanes: CudaStreams) -> Tensor:
-    """The streams with what all banks of one slot add. A row has one seed there, so no bank waits for another."""
+def _act_on(h: Tensor, acts: Sequence[Act], streams: SideStreams) -> Tensor:
+    """The streams with the effects of all banks of one slot. A row has one seed there, so banks are independent."""
     if not torch.is_grad_enabled():
         result = copy_rows(h)
         for act in acts:
             add_into_rows(result, act.rows, _effect(act, take_rows(h, act.rows)))
         return result
     if any(act.silent for act in acts):
-        # In turn: a bank that acts and trains on main rows has two groups, whose gradients are to meet on one stream.
+        # In turn: a bank that acts and trains on main rows has two groups, whose gradients must add up on one stream.
         effects = [_effect(act, take_rows(h.detach() if act.silent else h, act.rows)) for act in acts]
         return add_rows(h, [act.rows for act in acts], effects)
-    h, taken = share_rows(h, [act.rows for act in acts], lanes.over)
-    with lanes.over(list(zip(acts, taken, strict=True))) as pairs:
-        effects = [_effect(act, rows) for act, rows in pairs]
+    h, inputs = share_rows(h, [act.rows for act in acts], streams.over)
+    with streams.over(list(zip(acts, inputs, strict=True))) as pairs:
+        effects = [_effect(act, own) for act, own in pairs]
     return add_rows(h, [act.rows for act in acts], effects)
 
 
-def _effect(act: Act, taken: Tensor) -> Tensor:
-    effect = act.bank.effect(taken, act.members, act.strength, act.valid, act.learns)
+def _effect(act: Act, h: Tensor) -> Tensor:
+    effect = act.bank.effect(h, act.members, act.strength, act.valid, act.learns)
     return effect - effect.detach() if act.silent else effect

@@ -10,8 +10,11 @@ from torch import Tensor
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria.banks import Bank, bucket
 
+if TYPE_CHECKING:
+    from esper.tolaria.fleet import HostFleet
+
 START = -1
-"""The place in front of the first segment; other places are the index of the segment they lie behind."""
+"""The place before the first segment. Other places are the index of the segment before them."""
 
 LEAST_ROWS = 2
 """The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
@@ -19,7 +22,7 @@ carries a dead second row."""
 
 
 class Birth(NamedTuple):
-    """Rows that join at a place; their streams are taken from these parents."""
+    """Rows that start at a place; their streams are copied from these parents."""
 
     place: int
     parents: Tensor
@@ -37,8 +40,8 @@ class Act(NamedTuple):
     learns: Tensor
     """Whether its seed gets gradient: not where another seed's row passes it, nor in padding."""
     silent: bool = False
-    """Straight through: the rows stay what they are; members get the gradient as if they acted, and nothing in front of
-    them does."""
+    """Straight through: the rows do not change. Members get the gradient as if they acted, and nothing in front of them
+    does."""
 
 
 @dataclass(frozen=True)
@@ -52,40 +55,31 @@ class Rows:
     valid: Tensor | None = None
     """(R,), None: all. Others are padding."""
     whole_fleet: bool = False
-    """Row i is env i, and its weights get gradient; else weights are taken by `env` and detached."""
+    """Row i is env i, and its weights get gradient; else weights are selected by `env` and detached."""
 
     def __len__(self) -> int:
         return len(self.env)
 
 
 class PassPlan(NamedTuple):
-    """A training minibatch: the main rows, and a row for every seed that trains beside them."""
+    """A training minibatch: the main rows, and a shadow row for every seed that trains."""
 
     main: Rows
     """With the banks that act on them, for passes without shadows."""
     shadow: Rows | None
     """Without banks."""
     acts: dict[int, list[Act]]
-    """By place, what banks do to the main rows and, numbered behind them, to the shadow rows: one group per bank,
-    whosever rows they are, as every group costs dozens of kernels."""
+    """By place, what banks do to the main rows and, numbered after them, to the shadow rows. There is one group per
+    bank for both, as every group costs dozens of kernels."""
 
 
 class Extra(NamedTuple):
-    """A row beside the main ones: it differs from its env's main row at one slot, and is born there."""
+    """A row beside the main ones: it differs from its env's main row at one slot, where it starts."""
 
     env: int
     place: int
     silent: bool
     """The seed there is silenced (ablation), instead of acting at full strength (shadow)."""
-
-
-def indices(values: Sequence[int], device: torch.device) -> Tensor:
-    """Row or member numbers as a tensor."""
-    return torch.tensor(list(values), dtype=torch.int64, device=device)
-
-
-if TYPE_CHECKING:
-    from esper.tolaria.fleet import HostFleet
 
 
 class Entry(NamedTuple):
@@ -98,86 +92,90 @@ class Entry(NamedTuple):
     learns: bool = True
 
 
+Entries = Mapping[tuple[str, str], list[Entry]]
+"""By bank."""
 Sizes = Callable[[Bank, int], int]
-"""How large the group of a bank is made for so many entries."""
+"""The padded size of a bank's group, by the number of its entries."""
+
+
+def indices(values: Sequence[int], device: torch.device) -> Tensor:
+    """Row or member numbers as a tensor."""
+    return torch.tensor(list(values), dtype=torch.int64, device=device)
 
 
 def make_plan(fleet: "HostFleet") -> PassPlan:
-    """The rows of a training minibatch. A bank whose seeds all wait costs nothing, unless graphs are replayed: then it
-    keeps the group that it has had, so that structures recur."""
+    """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed: then
+    its group stays as large as it was, so that structures recur."""
+
+    def bank_size(kind: str) -> Sizes:
+        return lambda bank, count: fleet.group_size((kind, bank.slot.slot_id, bank.blueprint), count)
+
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
-    number = {env: env for env in range(len(everyone))}
-    alone = _acts(fleet, _entries(fleet, number, []), lambda _, count: bucket(count))
-    main = Rows(everyone, (Birth(START, everyone),), alone, whole_fleet=True)
-
-    def size(bank: Bank, count: int) -> int:
-        return fleet.group_size(("acts", bank.slot.slot_id, bank.blueprint), count)
-
+    row_of = {env: env for env in range(len(everyone))}
+    main_entries = _entries(fleet, row_of, [])
+    main_acts = _acts(fleet, main_entries, lambda _, count: bucket(count))
+    main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
     if fleet.isolation == "straight_through":
-        acts = _acts(fleet, _entries(fleet, number, []), size)
-        for place, silent in _silent_acts(fleet).items():
-            acts.setdefault(place, []).extend(silent)
+        acts = _acts(fleet, main_entries, bank_size("acts"))
+        for place, group in _acts(fleet, _training_entries(fleet), bank_size("training")).items():
+            acts.setdefault(place, []).extend(act._replace(silent=True) for act in group)
         return PassPlan(main, None, acts)
     training = [extra for extra in find_extras(fleet) if not extra.silent]
-    shadow, padded = None, list[Extra | None]()
-    if training:
-        births, padded = _births(fleet, training, number, lambda place, count: fleet.group_size(("born", place), count))
-        env = torch.cat([birth.parents for birth in births])
-        valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
-        shadow = Rows(env, births, valid=valid)
-    numbered = [(len(everyone) + row, extra) for row, extra in enumerate(padded) if extra is not None]
-    return PassPlan(main, shadow, _acts(fleet, _entries(fleet, number, numbered), size))
+    if not training:
+        return PassPlan(main, None, _acts(fleet, main_entries, bank_size("acts")))
+    births, padded = _births(fleet, training, row_of, lambda place, count: fleet.group_size(("born", place), count))
+    valid = torch.tensor([extra is not None for extra in padded], device=fleet.device)
+    shadow = Rows(torch.cat([birth.parents for birth in births]), births, valid=valid)
+    entries = _entries(fleet, row_of, _numbered(padded, len(everyone)))
+    return PassPlan(main, shadow, _acts(fleet, entries, bank_size("acts")))
 
 
 def _births(
-    fleet: "HostFleet", extras: Sequence[Extra], number: Mapping[int, int], size_of: Callable[[int, int], int]
+    fleet: "HostFleet", extras: Sequence[Extra], row_of: Mapping[int, int], size_of: Callable[[int, int], int]
 ) -> tuple[tuple[Birth, ...], list[Extra | None]]:
-    """The births of extra rows from the main rows of their envs, and the rows in order, None where they are padding;
-    `size_of` a place and a count is how many are born there."""
+    """The births of extra rows from the main rows of their envs, and the rows in order, None where they are padding.
+
+    `size_of(place, count)` is the padded number of births at a place.
+    """
     births, padded = [], list[Extra | None]()
     for place in sorted(fleet.places.values()):
         born: list[Extra | None] = [extra for extra in extras if extra.place == place]
         born += [None] * (size_of(place, len(born)) - len(born))
         if born:
-            births.append(Birth(place, indices([number[extra.env] if extra else 0 for extra in born], fleet.device)))
+            births.append(Birth(place, indices([row_of[extra.env] if extra else 0 for extra in born], fleet.device)))
             padded += born
     return tuple(births), padded
 
 
+def _numbered(padded: Sequence[Extra | None], start: int) -> list[tuple[int, Extra]]:
+    """Extra rows with their numbers, without padding."""
+    return [(row, extra) for row, extra in enumerate(padded, start) if extra is not None]
+
+
 def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
-    """Main rows of these envs, then a row per TRAINING seed (shadow) and per acting one (ablation) of theirs; and by
-    the number of such a row whose seed it is about."""
-    number = {env: row for row, env in enumerate(envs)}
-    extras = [extra for extra in find_extras(fleet) if extra.env in number]
+    """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one. Also returns the
+    (env, slot) that each of those rows is about, by its number."""
+    row_of = {env: row for row, env in enumerate(envs)}
+    extras = [extra for extra in find_extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
-    births, padded = _births(fleet, extras, number, lambda _, count: bucket(count) if on_cuda else count)
+    births, padded = _births(fleet, extras, row_of, lambda _, count: bucket(count) if on_cuda else count)
+    numbered = _numbered(padded, len(envs))
     start = Birth(START, torch.arange(len(envs), device=fleet.device))
     env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
+    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, numbered), _eval_size))
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
-    numbered = [(row, extra) for row, extra in enumerate(padded, len(envs)) if extra is not None]
-    acts = _acts(fleet, _entries(fleet, number, numbered), _eval_size)
-    return Rows(env, (start, *births), acts), {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
+    return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in numbered}
 
 
-def deployed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
-    """Main rows of these envs alone."""
-    return _bare_rows(fleet, envs, ACTIVE_STAGES)
-
-
-def committed_rows(fleet: "HostFleet", envs: Sequence[int]) -> Rows:
-    """Rows of these envs with only their fossils in them: what remains when they are hardened."""
-    return _bare_rows(fleet, envs, (SeedStage.FOSSILIZED,))
-
-
-def _bare_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[SeedStage]) -> Rows:
-    number = {env: row for row, env in enumerate(envs)}
-    acts = _acts(fleet, _entries(fleet, number, [], stages), _eval_size)
+def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[SeedStage] = ACTIVE_STAGES) -> Rows:
+    """Main rows of these envs alone, with their seeds of these stages."""
+    acts = _acts(fleet, _entries(fleet, {env: row for row, env in enumerate(envs)}, [], stages), _eval_size)
     return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    """On CUDA a bucket. On the CPU one entry more: neither whether a member is alone nor whether it lies in the odd
-    rest that vector kernels round differently must show in its last bits."""
+    """On CUDA a bucket. On the CPU one entry more: a member's last bits must not depend on whether it is alone, or in
+    the odd rest that vector kernels round differently."""
     if bank.device.type == "cuda":
         return bucket(count)
     return count + 1 if count else 0
@@ -187,51 +185,46 @@ def find_extras(fleet: "HostFleet") -> list[Extra]:
     """The rows that can be compared with main rows: every seed that trains or acts, by env and slot."""
     return [
         Extra(env, fleet.places[slot_id], silent=state.stage in ACTIVE_STAGES)
-        for env, states in enumerate(fleet.states)
-        for slot_id, state in states.items()
-        if state.stage is SeedStage.TRAINING or state.stage in ACTIVE_STAGES
+        for env, slot_id, state in fleet.lifecycles.working()
     ]
 
 
 def _entries(
     fleet: "HostFleet",
-    main: Mapping[int, int],
+    row_of: Mapping[int, int],
     extras: Sequence[tuple[int, Extra]],
     stages: Container[SeedStage] = ACTIVE_STAGES,
-) -> dict[tuple[str, str], list[Entry]]:
-    """By bank: the main rows (by env) whose seeds are in these stages, then the numbered extra rows: those about a
-    TRAINING seed of the bank, and those that pass an acting one behind their own slot."""
-    found: dict[tuple[str, str], list[Entry]] = {}
-    for env, row in main.items():
+) -> Entries:
+    """By bank, the main rows (by env) whose seeds are in these stages, then the numbered extra rows.
+
+    The latter are those about a TRAINING seed of the bank, and those that pass an acting one after their own slot.
+    """
+    entries: dict[tuple[str, str], list[Entry]] = {}
+    for env, row in row_of.items():
         for slot_id, state in fleet.states[env].items() if env < fleet.n else ():
             if state.stage in stages:
-                found.setdefault((slot_id, str(state.blueprint)), []).append(Entry(row, env))
+                entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(row, env))
     for row, extra in extras:
         for slot_id, state in fleet.states[extra.env].items():
             key, place = (slot_id, str(state.blueprint)), fleet.places[slot_id]
             if place == extra.place and not extra.silent:
-                found.setdefault(key, []).append(Entry(row, extra.env, full=True))
+                entries.setdefault(key, []).append(Entry(row, extra.env, full=True))
             elif place > extra.place and state.stage in ACTIVE_STAGES:
-                found.setdefault(key, []).append(Entry(row, extra.env, learns=False))
-    return found
+                entries.setdefault(key, []).append(Entry(row, extra.env, learns=False))
+    return entries
 
 
-def _silent_acts(fleet: "HostFleet") -> dict[int, list[Act]]:
+def _training_entries(fleet: "HostFleet") -> Entries:
     """Straight through: TRAINING seeds on their main rows."""
-    acts: dict[int, list[Act]] = {}
-    for (slot_id, blueprint), bank in fleet.banks.items():
-        training = [
-            Entry(env, env, full=True)
-            for env, states in enumerate(fleet.states)
-            if states[slot_id].blueprint == blueprint and states[slot_id].stage is SeedStage.TRAINING
-        ]
-        if size := fleet.group_size(("training", slot_id, blueprint), len(training)):
-            acts.setdefault(fleet.places[slot_id], []).append(_act(bank, training, size)._replace(silent=True))
-    return acts
+    entries: dict[tuple[str, str], list[Entry]] = {}
+    for env, slot_id, state in fleet.lifecycles.working():
+        if state.stage is SeedStage.TRAINING:
+            entries.setdefault((slot_id, str(state.blueprint)), []).append(Entry(env, env, full=True))
+    return entries
 
 
-def _acts(fleet: "HostFleet", entries: Mapping[tuple[str, str], list[Entry]], size_of: Sizes) -> dict[int, list[Act]]:
-    """One act per bank that has something to do, or whose group is kept, by place."""
+def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, list[Act]]:
+    """By place, one act per bank that has entries, or whose group does not shrink."""
     acts: dict[int, list[Act]] = {}
     for key, bank in fleet.banks.items():
         own = entries.get(key, [])

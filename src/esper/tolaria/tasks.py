@@ -1,4 +1,4 @@
-"""Tasks: data set + host + slots + budget + optimiser + the length of an episode. Listed by `esper tasks`."""
+"""Tasks: data set, host, slots, budget, optimiser and the length of an episode. Listed by `esper tasks`."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -22,7 +22,7 @@ OptimiserKind = Literal["sgd", "adamw"]
 
 @dataclass(frozen=True)
 class OptimiserConfig:
-    """How hosts and seeds are trained."""
+    """The optimiser of hosts and seeds."""
 
     kind: OptimiserKind = "sgd"
     rate: float = 0.05
@@ -30,24 +30,21 @@ class OptimiserConfig:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     clip_norm: float = 1.0
-    """For the host and for each seed apart."""
+    """For the host and for each seed separately."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OptimiserKind):
             raise UnknownNameError("optimiser", self.kind, get_args(OptimiserKind))
-        if not 0.0 <= self.rate < math.inf or not 0.0 < self.clip_norm < math.inf:
+        finite = all(math.isfinite(value) for value in (self.rate, self.weight_decay, self.clip_norm))
+        if not finite or min(self.rate, self.weight_decay) < 0 or self.clip_norm <= 0 or not 0 <= self.momentum < 1:
             raise BadValueError(
-                f"rate {self.rate} must not be negative, clip_norm {self.clip_norm} must be positive, both finite"
-            )
-        if not 0.0 <= self.momentum < 1.0 or not 0.0 <= self.weight_decay < math.inf:
-            raise BadValueError(
-                f"momentum {self.momentum} must be in [0, 1), weight_decay {self.weight_decay} not negative"
+                f"{self}: rate and weight_decay must be at least 0, clip_norm positive, momentum in [0, 1)"
             )
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that defines an episode but the controller."""
+    """Everything that defines an episode, except the controller."""
 
     name: str
     why: str
@@ -62,14 +59,14 @@ class Task:
     validation_size: int
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     resolution: int | None = None
-    """Side to which images are averaged down; None: as they are."""
+    """Side to which images are averaged down; None: original size."""
     train_size: int | None = None
     shift: int = 0
     """Augmentation: pixels by which training images may move."""
     flip: bool = False
     calibration_size: int = 512
     defects: tuple[Defect, ...] = ("none",)
-    """What may be wrong with a host; each draws one."""
+    """Possible defects of a host; each host draws one."""
     budget: int | None = None
     """Parameters that may be grown; None: four times the host."""
 
@@ -99,7 +96,7 @@ class Task:
 
     @property
     def parameter_budget(self) -> int:
-        """How many parameters may be grown in all."""
+        """The number of parameters that a host may grow."""
         return 4 * self.host_parameters if self.budget is None else self.budget
 
     @cached_property
@@ -110,12 +107,12 @@ class Task:
         return SlotConfig(tuple(replace(spec, blueprints=BlueprintRegistry.offers(spec)) for spec in specs))
 
     def defect_of(self, seed: int) -> Defect:
-        """What is wrong with the host of a seed."""
+        """The defect of a seed's host."""
         return self.defects[derive_seed(seed, "defect") % len(self.defects)]
 
     def make_host(self, seed: int) -> Host:
         """A fresh host: its weights, and its defect where the task has several, are a pure function of the seed."""
-        # Layers of torch draw from the global stream as they are built: it is seeded for them, and put back.
+        # Layers of torch draw from the global stream as they are built: it is seeded for them, and restored.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = self.build_host()
@@ -124,17 +121,12 @@ class Task:
         return host
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
-        """The data as they were read: loaded once, shared between callers."""
-        return load(
-            self.dataset,
-            data_dir=data_dir,
-            validation_size=self.validation_size,
-            train_size=self.train_size,
-            resolution=self.resolution,
-        )
+        """The data set, loaded once and shared between callers."""
+        sizes = {"validation_size": self.validation_size, "train_size": self.train_size, "resolution": self.resolution}
+        return load(self.dataset, data_dir=data_dir, **sizes)
 
     def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
-        """The data, on a device, ready to draw minibatches from."""
+        """The data on a device, ready to draw minibatches from."""
         device, data = torch.device(device), self.load_data(data_dir)
         known = len(data.classes if isinstance(data, ImageData) else data.vocabulary)
         if known != self.classes:
@@ -153,7 +145,7 @@ def _apply_defect(host: Host, defect: Defect, first_slot: str) -> None:
         raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
     host.blind()
     if defect == "blind_first_slot_cut":
-        # Whatever grows in the first slot (and in front of its pool) does not reach the rest of the network.
+        # What grows in the first slot (and before its pool) does not reach the rest of the network.
         host.conductance[: host.slot_index(first_slot) + 1] = 0
 
 
@@ -164,9 +156,9 @@ class TaskRegistry:
 
     @classmethod
     def register(cls, task: Task) -> Task:
-        """Enter a task; a name that is taken raises."""
+        """Add a task. Raises BadValueError if its name is already registered."""
         if task.name in cls._tasks:
-            raise BadValueError(f"a task {task.name!r} is registered already")
+            raise BadValueError(f"task {task.name!r} is already registered; choose another name")
         cls._tasks[task.name] = task
         return task
 
@@ -183,95 +175,75 @@ class TaskRegistry:
         return cls._tasks[name]
 
 
-def get_task(name: str) -> Task:
-    """The task of that name."""
-    return TaskRegistry.get(name)
-
+get_task = TaskRegistry.get
 
 AFTER_POOLS = ("r1c0", "r1c1", "r1c2")
-
-DIGITS_BLIND = TaskRegistry.register(
-    Task(
-        name="digits_blind",
-        why="1×1 kernels cannot see shapes: choices matter, and an episode takes seconds on a CPU",
-        dataset="digits",
-        build_host=lambda: CNNHost((4, 8, 16), 1, 3, 10, in_channels=1, resolution=8),
-        classes=10,
-        slot_ids=AFTER_POOLS,
-        steps=20,
-        batches_per_step=16,
-        batch=64,
-        validation_size=400,
-    )
+_DIGITS_BLIND = Task(
+    name="digits_blind",
+    why="1×1 kernels cannot see shapes: choices matter, and an episode takes seconds on a CPU",
+    dataset="digits",
+    build_host=lambda: CNNHost((4, 8, 16), 1, 3, 10, in_channels=1, resolution=8),
+    classes=10,
+    slot_ids=AFTER_POOLS,
+    steps=20,
+    batches_per_step=16,
+    batch=64,
+    validation_size=400,
 )
-TaskRegistry.register(
+_CIFAR_BASELINE = replace(
+    _DIGITS_BLIND,
+    name="cifar_baseline",
+    why="CIFAR-10 on a host of three small blocks",
+    dataset="cifar10",
+    build_host=lambda: CNNHost((8, 16, 32), 3, 3, 10),
+    batches_per_step=40,
+    batch=256,
+    validation_size=2_000,
+    shift=4,
+    flip=True,
+    optimiser=OptimiserConfig(rate=0.1),
+)
+for _task in (
+    _DIGITS_BLIND,
     replace(
-        DIGITS_BLIND,
+        _DIGITS_BLIND,
         name="digits",
         why="a host that needs nothing: the right answer is to wait",
         build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=8),
-    )
-)
-TaskRegistry.register(
+    ),
     replace(
-        DIGITS_BLIND,
+        _DIGITS_BLIND,
         name="digits_varied",
         why="each host draws its defect: the right plan differs from host to host and can be sensed",
         build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=8, masked=True),
         defects=("blind", "none", "blind_first_slot_cut"),
         budget=200,
-    )
-)
-TaskRegistry.register(
-    Task(
+    ),
+    replace(
+        _DIGITS_BLIND,
         name="fashion_small",
         why="Fashion-MNIST at 14×14: real images, and little to gain",
         dataset="fashion_mnist",
         build_host=lambda: CNNHost((4, 8, 16), 3, 3, 10, in_channels=1, resolution=14),
-        classes=10,
-        slot_ids=AFTER_POOLS,
-        steps=20,
         batches_per_step=40,
         batch=128,
         validation_size=2_000,
         resolution=14,
-    )
-)
-CIFAR_BASELINE = TaskRegistry.register(
-    Task(
-        name="cifar_baseline",
-        why="CIFAR-10 on a host of three small blocks",
-        dataset="cifar10",
-        build_host=lambda: CNNHost((8, 16, 32), 3, 3, 10),
-        classes=10,
-        slot_ids=AFTER_POOLS,
-        steps=20,
-        batches_per_step=40,
-        batch=256,
-        validation_size=2_000,
-        shift=4,
-        flip=True,
-        optimiser=OptimiserConfig(rate=0.1),
-    )
-)
-TaskRegistry.register(
+    ),
+    _CIFAR_BASELINE,
     replace(
-        CIFAR_BASELINE,
+        _CIFAR_BASELINE,
         name="cifar_impaired",
         why="CIFAR-10 on a host of 77 parameters that cannot see shapes",
         build_host=lambda: CNNHost((1, 2, 4), 1, 3, 10),
-    )
-)
-TaskRegistry.register(
+    ),
     replace(
-        CIFAR_BASELINE,
+        _CIFAR_BASELINE,
         name="cifar_scale",
         why="CIFAR-10 on five blocks, 8 to 128 channels: more slots, wider ones",
         build_host=lambda: CNNHost((8, 16, 32, 64, 128), 3, 5, 10),
         slot_ids=(*AFTER_POOLS, "r1c3", "r1c4"),
-    )
-)
-TaskRegistry.register(
+    ),
     Task(
         name="shakespeare_char",
         why="tiny Shakespeare by characters on a GPT of four layers: language",
@@ -284,15 +256,15 @@ TaskRegistry.register(
         batch=32,
         validation_size=100_000,
         optimiser=OptimiserConfig(kind="adamw", rate=2e-3, weight_decay=0.01),
-    )
-)
+    ),
+):
+    TaskRegistry.register(_task)
 
 
 GAINS_FILE = Path(__file__).parent / "task_gains.json"
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """One seed in one slot: points over the host alone, mean and standard deviation over repeats."""
 
     slot_id: str
@@ -302,9 +274,8 @@ class Gain:
     deviation: float
 
 
-@dataclass(frozen=True)
-class HostGains:
-    """All cells of one kind of host."""
+class HostGains(NamedTuple):
+    """The gains of all seeds on hosts of one defect."""
 
     defect: str
     host_accuracy: float
@@ -316,28 +287,17 @@ class HostGains:
         return max((gain for gain in self.gains if gain.slot_id == slot_id), key=lambda gain: gain.points)
 
 
-def _gain(cell: dict[str, Any]) -> Gain:  # Any: parsed JSON
-    return Gain(cell["slot"], cell["blueprint"], cell["parameters"], cell["gain"], cell["deviation"])
-
-
 @lru_cache(maxsize=1)
 def _published() -> dict[str, tuple[HostGains, ...]]:
-    if not GAINS_FILE.exists():
-        return {}
-    return {
-        task: tuple(
-            HostGains(
-                defect,
-                figures["host_accuracy"],
-                figures["repeats"],
-                tuple(_gain(cell) for cell in figures["cells"]),
-            )
-            for defect, figures in entry["hosts"].items()
-        )
-        for task, entry in json.loads(GAINS_FILE.read_text()).items()
-    }
+    def host_gains(defect: str, figures: dict[str, Any]) -> HostGains:  # Any: parsed JSON
+        keys = ("slot", "blueprint", "parameters", "gain", "deviation")
+        gains = tuple(Gain(*(cell[key] for key in keys)) for cell in figures["cells"])
+        return HostGains(defect, figures["host_accuracy"], figures["repeats"], gains)
+
+    tasks = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
+    return {name: tuple(host_gains(*item) for item in task["hosts"].items()) for name, task in tasks.items()}
 
 
 def published_gains(task: str) -> tuple[HostGains, ...]:
-    """The measured gains of a task, per kind of host; empty where it was not measured."""
+    """The measured gains of a task, one entry per defect; empty if it was not measured."""
     return _published().get(task, ())

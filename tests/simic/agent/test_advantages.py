@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.simic.agent.advantages import CENTRED_FROM, compute_gae, compute_per_head_advantages, standardise
+from esper.simic.agent.losses import CENTRED_FROM, compute_gae, compute_per_head_advantages, standardise
 
 ONE_TASK = torch.zeros(12, dtype=torch.long)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollouts import Calls
 from torch import Tensor
 
-from esper.simic.agent.advantages import compute_gae
+from esper.simic.agent.losses import compute_gae
 
 
 class Rows(NamedTuple):

@@ -81,8 +81,8 @@ def test_more_heads_do_not_make_the_entropy_bonus_larger() -> None:
     first = agents[0].network
     agents[1].network.load_state_dict(first.state_dict(), strict=False)
     agents[1].network.heads["action1"].load_state_dict(first.heads["action0"].state_dict())
-    for told in agents[1].network.told.parameters():
-        told.data.zero_()
+    for weight in agents[1].network.choice_embeddings.parameters():
+        weight.data.zero_()
 
     def everything(masks: Masks, step: int) -> None:
         for mask in masks.values():

@@ -216,7 +216,7 @@ def bare_numbers(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: {node.value!r}"
 
 
-SOURCES = sorted(Path(ppo.__file__).parent / f"{name}.py" for name in ("ppo", "losses", "lesson", "record"))
+SOURCES = sorted(Path(ppo.__file__).parent / f"{name}.py" for name in ("ppo", "losses", "minibatch", "metrics"))
 
 
 @pytest.mark.requirement(29)

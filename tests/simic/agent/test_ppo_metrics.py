@@ -10,8 +10,9 @@ from rounds import Operations, collect, make_agent, only, withheld
 from torch import Tensor
 
 from esper.leyline import LifecycleOp
-from esper.simic.agent import HeadMetrics, PPOUpdateMetrics, compute_gae
-from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent import HeadMetrics, PPOUpdateMetrics, compute_gae, metrics
+from esper.simic.agent.metrics import MinibatchRecord
+from esper.simic.agent.minibatch import PreparedRound
 
 
 def assert_truthful(record: PPOUpdateMetrics | HeadMetrics) -> None:
@@ -140,19 +141,21 @@ def test_an_update_reads_the_device_once_per_epoch_and_twice_more(
     agent.update(collect(agent))
     buffer = collect(agent)
     transfers, reads = [0], [-1]
-    move, read = Tensor.cpu, UpdateRecord.read
+    move, read = Tensor.cpu, metrics._read
 
     def moved(self: Tensor) -> Tensor:
         transfers[0] += 1
         return move(self)
 
-    def read_all(self: UpdateRecord, figures: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        found = read(self, figures)
+    def read_all(
+        prepared: PreparedRound, records: list[MinibatchRecord], clip: float
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        figures = read(prepared, records, clip)
         reads[0] = operations.reads
-        return found
+        return figures
 
     monkeypatch.setattr(Tensor, "cpu", moved)
-    monkeypatch.setattr(UpdateRecord, "read", read_all)
+    monkeypatch.setattr(metrics, "_read", read_all)
     with Operations() as operations:
         agent.update(buffer)
     print(f"{kind}, {epochs} epochs: {transfers[0]} transfers, {reads[0]} reads")

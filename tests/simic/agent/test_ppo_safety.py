@@ -12,7 +12,6 @@ from torch import Tensor
 from esper.leyline import BadValueError, UnknownNameError
 from esper.simic.agent import BehaviourGapError, NotFiniteError, PPOAgent, PPOConfig, TamiyoRolloutBuffer, losses
 from esper.simic.agent.config import FAILURES_ALLOWED, KL_STOP
-from esper.simic.agent.metrics import UpdateRecord
 from esper.tamiyo import EmptyMaskError, discrete_table
 
 NAN = float("nan")
@@ -115,21 +114,21 @@ def test_the_step_behind_a_large_kl_is_not_taken(monkeypatch: pytest.MonkeyPatch
     """Nothing changes from the offending minibatch on; earlier steps stay."""
     agent = make_agent("core", rate=0.05, minibatches=2, epochs=6)
     weights: list[dict[str, Tensor]] = []
-    close = UpdateRecord.close
+    step = agent.optimizer.step
 
-    def watched(self: UpdateRecord, **values: Tensor) -> None:
+    def watched() -> None:
+        step()
         weights.append(weights_of(agent))
-        close(self, **values)
 
-    monkeypatch.setattr(UpdateRecord, "close", watched)
+    monkeypatch.setattr(agent.optimizer, "step", watched)
     metrics = agent.update(collect(agent))
     assert metrics.stopped_by_kl
     assert metrics.max_kl > KL_STOP * 0.03
     taken = metrics.minibatches_taken
     assert 1 <= taken < len(weights) < 12
     assert len(weights) == 2 * metrics.epochs_run
-    assert all(gap(weights[place], weights[taken - 1]) == 0 for place in range(taken, len(weights)))
-    assert all(gap(weights[place], weights[place + 1]) > 0 for place in range(taken - 1))
+    assert all(gap(weights[index], weights[taken - 1]) == 0 for index in range(taken, len(weights)))
+    assert all(gap(weights[index], weights[index + 1]) > 0 for index in range(taken - 1))
     assert agent.updates == 1
 
 
@@ -201,7 +200,7 @@ def test_a_round_of_another_policy_is_refused(damage: float) -> None:
     agent = trained()
     buffer, before = collect(agent, seed=2), learnt(agent)
     buffer.log_probs[2, 1, 0] += damage
-    with pytest.raises(BehaviourGapError, match="other weights, observations, masks or memory"):
+    with pytest.raises(BehaviourGapError, match="other weights, observations, masks or hidden states"):
         agent.update(buffer)
     assert gap(before, learnt(agent)) == 0
     assert agent.updates == 1
@@ -221,15 +220,15 @@ def test_a_small_gap_is_reported_and_no_more() -> None:
 def buffers() -> Iterator[tuple[str, TamiyoRolloutBuffer, str]]:
     """Buffers that are not for an agent of the core table, and what is said of them."""
     table, size = TABLES["core"][0], LAYOUT.size
-    yield "other heads", TamiyoRolloutBuffer(2, 4, size, TABLES["full"][0], 16), "'tempo': 3.* for a policy of .*'op'"
+    yield "other heads", TamiyoRolloutBuffer(2, 4, size, TABLES["full"][0], 16), "'tempo': 3.* the policy has .*'op'"
     fewer = discrete_table([head.size for head in table.heads])
     yield "other names", TamiyoRolloutBuffer(2, 4, size, fewer, 16), "'action0': 6.*'slot': 3"
     slots = type(table)((table.heads[0], *(type(h)(h.name, h.size + 1) for h in table.heads[1:])))
     yield "other slots", TamiyoRolloutBuffer(2, 4, size, slots, 16), "'slot': 4.*'slot': 3"
     loose = type(table)((table.heads[0], *(type(h)(h.name, h.size) for h in table.heads[1:])))
-    yield "other masks", TamiyoRolloutBuffer(2, 4, size, loose, 16), "depend on each other in other ways"
+    yield "other masks", TamiyoRolloutBuffer(2, 4, size, loose, 16), "their masks or uses differ"
     yield "other columns", TamiyoRolloutBuffer(2, 4, size + 1, table, 16), rf"\({size + 1}, 16\).*\({size}, 16\)"
-    yield "other memory", TamiyoRolloutBuffer(2, 4, size, table, 8), rf"\({size}, 8\).*\({size}, 16\)"
+    yield "other hidden state", TamiyoRolloutBuffer(2, 4, size, table, 8), rf"\({size}, 8\).*\({size}, 16\)"
     yield "nothing in it", TamiyoRolloutBuffer(2, 4, size, table, 16), "empty: collect a round first"
 
 
@@ -312,7 +311,7 @@ def test_a_compiler_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
     eager, compiled = make_agent("vector"), make_agent("vector", compile="default")
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: pytest.fail("it was given up"))
-    with pytest.warns(RuntimeWarning, match="(?s)torch.compile failed, going on without: .*no compiler here"):
+    with pytest.warns(RuntimeWarning, match="(?s)torch.compile failed, continuing without it: .*no compiler here"):
         compiled.update(collect(compiled))
     eager.update(collect(eager))
     assert compiled.compile_mode == "off"

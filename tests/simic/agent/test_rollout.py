@@ -180,7 +180,7 @@ def test_reward_that_is_not_finite(reward: float) -> None:
 def test_envs_that_there_are_not(envs: list[int]) -> None:
     """Twice the same one would count two steps and keep one."""
     buffer = make_buffer()
-    unchanged(buffer, lambda: buffer.add(make_step(len(envs)), envs), "wanted different ones of 0 … 2")
+    unchanged(buffer, lambda: buffer.add(make_step(len(envs)), envs), "must be different ones of 0 … 2")
 
 
 def test_no_env_at_all() -> None:
@@ -196,5 +196,5 @@ def test_memory_of_another_shape() -> None:
     fill(buffer, [2, 2, 2])
     fits = torch.zeros((3, HIDDEN))
     for wrong in ((fits, torch.zeros((3, 5))), (fits, torch.zeros((2, HIDDEN))), (torch.zeros(HIDDEN), fits)):
-        unchanged(buffer, lambda w=wrong: buffer.begin(w), "memory: ")  # type: ignore[misc]
+        unchanged(buffer, lambda w=wrong: buffer.begin(w), "hidden_state: ")  # type: ignore[misc]
     unchanged(buffer, lambda: buffer.cut(torch.zeros(())), "values: ")

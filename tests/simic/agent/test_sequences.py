@@ -74,7 +74,7 @@ def test_rows_without_steps() -> None:
     fill(buffer, [0, 2, 0])
     sequences = buffer.sequences()
     assert buffer.batch(sequences, [0, 1]).cells.tolist() == [6, 7]
-    with pytest.raises(BadValueError, match=r"rows \[0, 2\] hold no step; take some of \[1\]"):
+    with pytest.raises(BadValueError, match=r"rows \[0, 2\] hold no step; use some of \[1\]"):
         buffer.batch(sequences, [0, 2])
 
 

@@ -291,8 +291,8 @@ def test_statistics_belong_to_the_thread_of_the_loop(tmp_path: Path, monkeypatch
     watch(ReturnNormalizer, "normalise")
     recorder = Recorder()
     trainer = Trainer(config(rounds=2), tmp_path / "run")
-    trainer.hub.close()
-    trainer.hub = Hub([recorder])
+    trainer.recorder.hub.close()
+    trainer.recorder.hub = Hub([recorder])
     trainer.run(progress=False)
     assert len(threads) == 5
     assert set().union(*threads.values()) == {get_ident()}

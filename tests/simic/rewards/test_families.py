@@ -21,7 +21,7 @@ from simic.rewards.trajectories import (
 from torch import Tensor
 
 from esper.leyline import BadValueError, SeedStage, rent
-from esper.simic.rewards import Family, RewardBreakdown, RewardConfig, RewardInputs, compute_reward, relative_loss
+from esper.simic.rewards import Family, RewardConfig, Rewarded, RewardInputs, compute_reward, relative_loss
 from esper.simic.rewards.potentials import SHAPING, STAGE_POTENTIALS, credit, stage_potential, unexplained
 from esper.tolaria import get_task
 
@@ -189,13 +189,13 @@ def test_parts_sum_to_the_total(family: Family) -> None:
     """The sum is exact; no part is missing or counted twice."""
     episodes = [play(random_script(random.Random(seed)), 15) for seed in range(8)]
     for rewarded in pay(RewardConfig(family=family), [stack(step) for step in zip(*episodes, strict=True)]):
-        parts = rewarded.breakdown.parts
+        parts = rewarded.parts
         running = torch.zeros(8, dtype=torch.float64)
         for part in parts.values():
             assert part.shape == (8,) and part.isfinite().all()
             running = running + part
         assert running.equal(rewarded.total)
-        share = rewarded.breakdown.shaped_share
+        share = rewarded.shaped_share
         assert ((share >= 0) & (share <= 1)).all()
 
 
@@ -203,9 +203,9 @@ def test_parts_sum_to_the_total(family: Family) -> None:
 def test_shaped_share() -> None:
     """The share is taken by size, so it stays defined where the parts cancel or are all 0."""
     shaping, gain = torch.tensor([3.0, 2.0, 0.0, -2.0]), torch.tensor([1.0, -2.0, 0.0, 0.0])
-    breakdown = RewardBreakdown({SHAPING: shaping, "gain": gain})
-    assert breakdown.total.tolist() == [4, 0, 0, -2]
-    assert breakdown.shaped_share.tolist() == [0.75, 0.5, 0, 1]
+    rewarded = Rewarded({SHAPING: shaping, "gain": gain}, gain, {})
+    assert rewarded.total.tolist() == [4, 0, 0, -2]
+    assert rewarded.shaped_share.tolist() == [0.75, 0.5, 0, 1]
 
 
 def test_stage_potentials_grow_towards_the_fossil() -> None:
@@ -220,22 +220,22 @@ def test_stage_potentials_grow_towards_the_fossil() -> None:
 def test_credit_is_bounded_by_the_gain() -> None:
     """6 and 2 claimed of a gain of 4: half each. Harm counts in full. No gain, no credit."""
     view = slot_view([4, 4, 4], [1, 1, 1], [6.0, 2.0, -1.0])
-    assert credit(view.contribution, view.alpha, row(4.0)).tolist() == [[3.0, 1.0, -1.0]]
-    assert credit(view.contribution, view.alpha, row(9.0)).tolist() == [[6.0, 2.0, -1.0]]
-    assert credit(view.contribution, view.alpha, row(-0.5)).tolist() == [[0.0, 0.0, -1.0]]
+    assert credit(view, row(4.0)).tolist() == [[3.0, 1.0, -1.0]]
+    assert credit(view, row(9.0)).tolist() == [[6.0, 2.0, -1.0]]
+    assert credit(view, row(-0.5)).tolist() == [[0.0, 0.0, -1.0]]
     nothing = slot_view([4, 4, 4], [1, 1, 1], [0.0, 0.0, 0.0])
-    assert credit(nothing.contribution, nothing.alpha, row(0.0)).tolist() == [[0.0, 0.0, 0.0]]
+    assert credit(nothing, row(0.0)).tolist() == [[0.0, 0.0, 0.0]]
 
 
 @pytest.mark.requirement(37)
 def test_silent_seeds_are_not_measured(step: RewardInputs) -> None:
     """At alpha 0 there is no contribution and no proxy, even if one was recorded."""
     silent = slot_view([2, 0, 0], [0, 0, 0], [6.0, None, None])
-    assert credit(silent.contribution, silent.alpha, row(9.0)).tolist() == [[0.0, 0.0, 0.0]]
-    assert float(unexplained(silent.contribution, silent.alpha, row(9.0))) == 0
+    assert credit(silent, row(9.0)).tolist() == [[0.0, 0.0, 0.0]]
+    assert float(unexplained(silent, row(9.0))) == 0
     unmeasured = slot_view([3, 4, 0], [0.5, 1, 0], [None, 2.0, None])
-    assert float(unexplained(unmeasured.contribution, unmeasured.alpha, row(9.0))) == 7
-    assert float(unexplained(unmeasured.contribution, unmeasured.alpha, row(1.0))) == 0
+    assert float(unexplained(unmeasured, row(9.0))) == 7
+    assert float(unexplained(unmeasured, row(1.0))) == 0
     # The proxy: 0.3 of the 4 points that the measured seed leaves of the gain of 6.
     rewarded = compute_reward(RewardConfig(family="shaped"), step._replace(after=unmeasured))
     assert float(rewarded.levels["attribution"]) == pytest.approx(2 + 0.3 * 4)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from simic.rewards.trajectories import ADVANCE, FOSSILIZE, PRUNE, SET_ALPHA, WAIT, Move, play, slot_view
 
 from esper.leyline import LifecycleOp, SeedStage
-from esper.simic.rewards import DetectorLimits, RewardConfig, RewardInputs
-from esper.simic.rewards import costs as costs_of
+from esper.simic.rewards import DetectorLimits, RewardConfig, RewardInputs, families
 from esper.tamiyo.signals import SlotView
 
 CONFIG = RewardConfig(family="shaped")
@@ -38,7 +37,7 @@ def held(age: int = 0, contribution: float | None = 2.0, steps: int = 0) -> Slot
 def ratio_penalty(contribution: float, gain: float, limits: DetectorLimits) -> float:
     """Of one seed."""
     inputs = one_step(held(contribution=contribution))._replace(gain=torch.tensor([gain], dtype=torch.float64))
-    return float(costs_of.ratio(RewardConfig(family="shaped", limits=limits), inputs))
+    return float(families.ratio_cost(RewardConfig(family="shaped", limits=limits), inputs))
 
 
 @pytest.mark.requirement(2)
@@ -68,7 +67,7 @@ def test_ratio_penalty_by_hand() -> None:
 def test_indecision_is_linear_and_bounded(op: LifecycleOp) -> None:
     """Each of 20 late steps adds at most 0.05, up to 0.3, for every op that delays."""
     ages = range(CONFIG.patience, CONFIG.patience + 21)
-    paid = [-float(costs_of.indecision(CONFIG, one_step(held(age), op))) for age in ages]
+    paid = [-float(families.indecision_cost(CONFIG, one_step(held(age), op))) for age in ages]
     assert paid[:8] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.3])
     assert max(later - earlier for earlier, later in itertools.pairwise(paid)) <= 0.05 + 1e-12
     assert max(paid) == pytest.approx(0.3)
@@ -78,17 +77,17 @@ def test_indecision_is_linear_and_bounded(op: LifecycleOp) -> None:
 @pytest.mark.parametrize("op", [FOSSILIZE, PRUNE], ids=lambda op: op.name)
 def test_decisions_end_it(op: LifecycleOp) -> None:
     """A decision ends the cost only for its own slot."""
-    assert float(costs_of.indecision(CONFIG, one_step(held(40), op))) == 0
-    assert float(costs_of.indecision(CONFIG, one_step(held(40), op, slot=1))) == pytest.approx(-0.3)
+    assert float(families.indecision_cost(CONFIG, one_step(held(40), op))) == 0
+    assert float(families.indecision_cost(CONFIG, one_step(held(40), op, slot=1))) == pytest.approx(-0.3)
 
 
 def test_indecision_counts_every_slot() -> None:
     """All slots, not only the one that an action is about; fossils and seeds in training are decided or not yet due."""
     stages = [SeedStage.HOLDING, SeedStage.BLENDING, SeedStage.FOSSILIZED, SeedStage.TRAINING]
     view = slot_view(stages, [1, 0.5, 1, 0], [1.0, 1.0, 1.0, None], age=[40] * 4)
-    assert float(costs_of.indecision(CONFIG, one_step(view))) == pytest.approx(-0.6)
+    assert float(families.indecision_cost(CONFIG, one_step(view))) == pytest.approx(-0.6)
     leaving = view._replace(alpha_target=torch.tensor([[1.0, 0, 1, 1]]), ramping=torch.tensor([[False, True] * 2]))
-    assert float(costs_of.indecision(CONFIG, one_step(leaving))) == pytest.approx(-0.3)
+    assert float(families.indecision_cost(CONFIG, one_step(leaving))) == pytest.approx(-0.3)
 
 
 def blending_seed(steps: int, contribution: float | None, alpha: float = 0.5) -> RewardInputs:
@@ -100,10 +99,10 @@ def blending_seed(steps: int, contribution: float | None, alpha: float = 0.5) ->
 @pytest.mark.requirement(17)
 def test_harmful_blending_is_linear_and_bounded() -> None:
     """0.05 per step up to 0.3; nothing for a seed that helps, is silent or unmeasured."""
-    paid = [float(costs_of.blending(CONFIG, blending_seed(steps, -1.0))) for steps in range(20)]
+    paid = [float(families.blending_cost(CONFIG, blending_seed(steps, -1.0))) for steps in range(20)]
     assert paid == pytest.approx([-min(0.05 * steps, 0.3) for steps in range(20)])
     for inputs in (blending_seed(9, 1.0), blending_seed(9, None), blending_seed(9, -1.0, alpha=0.0)):
-        assert float(costs_of.blending(CONFIG, inputs)) == 0
+        assert float(families.blending_cost(CONFIG, inputs)) == 0
 
 
 @pytest.mark.requirement(23)
@@ -111,11 +110,11 @@ def test_harmful_blending_is_linear_and_bounded() -> None:
 @pytest.mark.parametrize("age", [0, 4, 5, 50])
 def test_prune_shaping_is_bounded(contribution: float | None, age: int) -> None:
     """A contribution of 1e6 costs at most the stated bound, and pruning never pays."""
-    paid = float(costs_of.prune(CONFIG, one_step(held(age, contribution), PRUNE)))
+    paid = float(families.prune_cost(CONFIG, one_step(held(age, contribution), PRUNE)))
     assert -CONFIG.prune_bound <= paid <= 0
     useful = min(0.05 * max(contribution or 0.0, 0.0), 0.9)
     assert paid == pytest.approx(-useful - 0.3 * max(5 - age, 0))
-    assert float(costs_of.prune(CONFIG, one_step(held(age, contribution), WAIT))) == 0
+    assert float(families.prune_cost(CONFIG, one_step(held(age, contribution), WAIT))) == 0
 
 
 def test_shock_by_hand() -> None:
@@ -124,7 +123,7 @@ def test_shock_by_hand() -> None:
     def jump(start: float, end: float, parameters: int = 500) -> float:
         views = [slot_view([SeedStage.BLENDING], [alpha], [None]) for alpha in (start, end)]
         inputs = one_step(views[0], after=views[1])._replace(seed_parameters=torch.tensor([[parameters]]))
-        return float(costs_of.shock(CONFIG, inputs))
+        return float(families.shock_cost(CONFIG, inputs))
 
     assert jump(0, 1) == jump(1, 0) == pytest.approx(-0.1)
     assert sum(jump(i / 3, (i + 1) / 3) for i in range(3)) == pytest.approx(-0.1 / 3)
@@ -136,4 +135,4 @@ def test_shock_by_hand() -> None:
 @pytest.mark.parametrize("op", LifecycleOp, ids=lambda op: op.name)
 def test_ops_cost_what_the_table_says(op: LifecycleOp) -> None:
     """The charges come from the same settings."""
-    assert float(costs_of.op(CONFIG, one_step(held(), op))) == -CONFIG.op_costs[op]
+    assert float(families.op_cost(CONFIG, one_step(held(), op))) == -CONFIG.op_costs[op]

@@ -77,15 +77,12 @@ def test_paired_errors() -> None:
     variance = (14 - 100 * 0.06**2) / 99  # differences of ±1 about 0.06
     assert found.value == pytest.approx(6)
     assert found.error == pytest.approx(100 * math.sqrt(variance / 100))
-    unpaired = {coalition: Score(score.accuracy, None, 5.0) for coalition, score in scores.items()}
-    assert leave_one_out(unpaired.__getitem__, 1).seeds[0].error == pytest.approx(5 * math.sqrt(2))
-    assert found.error < 5 * math.sqrt(2)
 
 
-def test_error_of_independent_scores() -> None:
-    """Two seeds: φ = ½ (v(01) − v(1) + v(0) − v(∅)): four scores of error 1 make 1."""
-    found = shapley(lambda coalition: Score(float(len(coalition)), None, 1.0), 2)
-    assert [seed.error for seed in found.seeds] == pytest.approx([1.0, 1.0])
+def test_weights_of_two_seeds() -> None:
+    """φ = ½ (v(01) − v(1) + v(0) − v(∅)); scores without images have no error."""
+    found = shapley(lambda coalition: Score(float(len(coalition))), 2)
+    assert [(seed.value, seed.error) for seed in found.seeds] == [(1.0, 0.0), (1.0, 0.0)]
     assert shapley_weights(0, 2) == {
         frozenset({0}): 0.5,
         frozenset(): -0.5,

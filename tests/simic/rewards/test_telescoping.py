@@ -51,7 +51,7 @@ def test_shaping_telescopes(lifecycles: list[RewardInputs], family: Family, gamm
     running, discount = torch.zeros(ENVS, dtype=torch.float64), torch.ones(ENVS, dtype=torch.float64)
     start = torch.zeros(ENVS, dtype=torch.float64)
     for inputs, rewarded in zip(lifecycles, pay(config, lifecycles), strict=True):
-        running += discount * rewarded.breakdown.parts[SHAPING]
+        running += discount * rewarded.parts[SHAPING]
         discount = discount * gamma
         ends = inputs.panic | inputs.terminal
         left = torch.where(ends, 0.0, rewarded.potential)
@@ -68,7 +68,7 @@ def test_shaping_telescopes(lifecycles: list[RewardInputs], family: Family, gamm
 def test_weighted_shaping_telescopes(lifecycles: list[RewardInputs], gamma: float) -> None:
     """With weight w the same holds for wΦ, and weight 0 gives no shaping."""
     whole, half, none = (
-        [r.breakdown.parts[SHAPING] for r in pay(RewardConfig(gamma=gamma, shaping=w), lifecycles)] for w in (1, 0.5, 0)
+        [r.parts[SHAPING] for r in pay(RewardConfig(gamma=gamma, shaping=w), lifecycles)] for w in (1, 0.5, 0)
     )
     assert all(torch.equal(0.5 * full, part) for full, part in zip(whole, half, strict=True))
     assert not torch.stack(none).any()
@@ -104,7 +104,7 @@ def test_a_price_is_paid_once_per_commit() -> None:
     undone = steps[step].panic.clone()
     undone[env] = True
     paid = pay(config, [*steps[:step], steps[step]._replace(panic=undone)])
-    assert float(paid[-1].breakdown.parts["price"][env]) == 0.0
+    assert float(paid[-1].parts["price"][env]) == 0.0
 
 
 def test_a_host_that_waits_earns_nothing() -> None:
@@ -128,7 +128,7 @@ def test_a_panic_at_the_end() -> None:
     script = random_script(random.Random(3), crashes=0.0)
     steps = play(script, 12)
     paid = pay(RewardConfig(), [*steps[:-1], steps[-1]._replace(panic=torch.tensor([True]))])
-    parts = paid[-1].breakdown.parts
+    parts = paid[-1].parts
     assert (float(parts["gain"]), float(parts["rent"])) == (0, 0)
     assert float(parts["penalty"]) < -5
     assert float(paid[-1].potential) == 0.0

@@ -8,7 +8,8 @@ import torch
 from simic.rewards.trajectories import Move, play
 from torch import Tensor
 
-from esper.simic.rewards import RewardConfig, RewardInputs, compute_reward, potential
+from esper.leyline import objective
+from esper.simic.rewards import RewardConfig, RewardInputs, compute_reward
 from esper.simic.rewards.potentials import shaping
 
 STATES = ("empty", "modest trains", "modest holds", "modest fossil", "flashy trains", "flashy holds", "flashy fossil")
@@ -53,7 +54,7 @@ def rewards(config: RewardConfig, terminal: bool) -> Tensor:
     host = torch.full((n,), 1000)
     template = play(lambda host: Move(), 1)[0]
     inputs: RewardInputs = template._replace(
-        potential=potential(LIVE, ACTING, host[: len(STATES)], config.rho)[first],
+        potential=objective(LIVE, ACTING.double(), host[: len(STATES)].double(), config.rho)[first],
         gain=LIVE[second],
         acting_parameters=ACTING[second],
         fossil_parameters=FOSSILS[second],
@@ -107,7 +108,7 @@ def test_a_potential_at_the_end_would_change_it(gamma: float) -> None:
     """Φ(s_T) ≠ 0 pays for what is live but never committed."""
     config = RewardConfig(gamma=gamma)
     host = torch.full((len(STATES),), 1000)
-    leak = gamma * potential(LIVE, ACTING, host, config.rho).unsqueeze(0)
+    leak = gamma * objective(LIVE, ACTING.double(), host.double(), config.rho).unsqueeze(0)
     policy, _ = solve(gamma, rewards(config, False), rewards(config, True) + leak)
     assert policy[0][0] == {ACTIONS.index("flashy")}
     assert policy != unshaped(gamma)

@@ -99,7 +99,7 @@ CASES = [
     with_facts(
         "lstm_extreme", "root mean square of the LSTM's cells is 12", subject="cell", lstm=hidden_state(cell=12.0)
     ),
-    with_facts("lstm_extreme", "saturated hidden numbers is 1", subject="hidden", lstm=hidden_state(hidden=0.99)),
+    with_facts("lstm_extreme", "saturated hidden values is 1", subject="hidden", lstm=hidden_state(hidden=0.99)),
     with_facts("lstm_dead", "silent LSTM units is 0.625", lstm=hidden_state(dead=5)),
     with_metrics("behaviour_gap", "is 0.002 (limit 0.001)", behaviour_gap=2e-3),
     with_facts("too_few_commits", "is 0.0417 (limit 0.05), of 4 seeds per episode", 3, committed=1, germinated=96),

@@ -8,7 +8,8 @@ from simic.telemetry.remote import remote, watched_device
 from torch import Tensor, nn
 
 from esper.simic.agent import TamiyoRolloutBuffer
-from esper.simic.telemetry import Examination, GradientFigures, GradientMonitor, compute_lstm_health, worst_health
+from esper.simic.telemetry import Examination, GradientMonitor, compute_lstm_health, worst_health
+from esper.simic.telemetry.measurements import GradientFigures
 from esper.tamiyo import discrete_table, vector_layout
 
 

@@ -3,7 +3,8 @@
 import pytest
 from simic.telemetry.healthy import healthy_rounds
 
-from esper.simic.telemetry import AlarmLimits, AnomalyDetector
+from esper.simic.telemetry import AlarmLimits, AnomalyDetector, rules
+from esper.simic.telemetry import detector as detector_module
 
 
 @pytest.mark.parametrize("run", ["blind1", "varied0"])
@@ -15,7 +16,7 @@ def test_no_alarm_in_healthy_training(run: str) -> None:
     assert [alarm for row in rounds for alarm in detector.look(row.number, row.metrics, row.facts)] == []
 
 
-def test_with_room_to_spare() -> None:
+def test_with_room_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tightened by a factor of 2 in every quantity but the drift of the gradient norm (1.4)."""
     limits = AlarmLimits(
         ratio_high=20.0,
@@ -25,14 +26,15 @@ def test_with_room_to_spare() -> None:
         kl_spike=0.09,
         kl_extreme=0.25,
         entropy=0.04,
-        gradient_low=4e-3,
-        head_gradient_low=4e-6,
         gradient_high=100.0,
         drift=1.7,
         behaviour_gap=5e-4,
         commits=0.1,
         panics=0.05,
     )
+    for module in (rules, detector_module):
+        monkeypatch.setattr(module, "GRADIENT_LOW", 4e-3)
+    monkeypatch.setattr(rules, "HEAD_GRADIENT_LOW", 4e-6)
     for run in ("blind1", "varied0"):
         detector = AnomalyDetector(limits)
         for row in healthy_rounds():

@@ -10,6 +10,7 @@ from esper.simic.agent import HeadMetrics, PPOConfig, PPOUpdateMetrics
 from esper.simic.rewards import RewardConfig, compute_reward
 from esper.simic.rewards.families import FAMILIES
 from esper.simic.telemetry import AlarmLimits
+from esper.simic.telemetry.rules import GRADIENT_LOW, HEAD_GRADIENT_LOW
 
 LIMITS = AlarmLimits()
 CLIP = PPOConfig().clip_norm
@@ -32,7 +33,7 @@ def test_rewards_are_declared_part_by_part() -> None:
     parts = {
         f"reward/{part}"
         for family in FAMILIES
-        for part in compute_reward(RewardConfig(family=family), step).breakdown.parts  # type: ignore[arg-type]  # its keys
+        for part in compute_reward(RewardConfig(family=family), step).parts  # type: ignore[arg-type]  # its keys
     }
     assert {name for name in NAMES if name.startswith("reward/")} == parts
 
@@ -46,9 +47,10 @@ def test_rewards_are_declared_part_by_part() -> None:
         ("ppo/joint_ratio_min", LIMITS.ratio_low, None),
         ("ppo/value_loss", None, LIMITS.value_loss),
         ("ppo/explained_variance", LIMITS.explained_variance, None),
-        ("ppo/pre_clip_grad_norm", LIMITS.gradient_low * CLIP, LIMITS.gradient_high * CLIP),
+        ("ppo/pre_clip_grad_norm", GRADIENT_LOW * CLIP, LIMITS.gradient_high * CLIP),
         ("ppo/behaviour_gap", None, LIMITS.behaviour_gap),
         ("ppo/slot/entropy", LIMITS.entropy, None),
+        ("ppo/slot/kl", None, LIMITS.kl_spike),
         ("committed", LIMITS.commits, None),
     ],
 )
@@ -61,7 +63,7 @@ def test_healthy_ends_where_alarms_begin(name: str, low: float | None, high: flo
 
 def test_remarks_name_the_limits_that_have_no_range() -> None:
     """Of quantities that need a second number to judge."""
-    for name, limit in (("panics", LIMITS.panics), ("ppo/op/grad_norm", LIMITS.head_gradient_low * CLIP)):
+    for name, limit in (("panics", LIMITS.panics), ("ppo/op/grad_norm", HEAD_GRADIENT_LOW * CLIP)):
         metric = find_metric(name)
         assert metric is not None
         assert f"{limit:g} " in metric.remark

@@ -15,7 +15,6 @@ def test_nested_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that ticks once per look: what is inside counts outside too."""
     ticks = iter(range(0, 10**12, 10**9))
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
-    monkeypatch.setattr(time, "thread_time_ns", lambda: 0)
     spans = Spans()
     with spans("round"):  # 0
         with spans("act"):  # 1–2
@@ -56,16 +55,6 @@ def test_drained_while_open() -> None:
     with spans("round"):
         assert spans.drain() == {}
     assert spans.drain()["round"].visits == 1
-
-
-def test_cpu_time() -> None:
-    """Sleeping costs wall time alone."""
-    spans = Spans()
-    with spans("sleep"):
-        time.sleep(0.02)
-    total = spans.drain()["sleep"]
-    assert total.wall_s >= 0.02
-    assert total.cpu_s < 0.01
 
 
 @pytest.mark.requirement(34)

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from esper.simic.telemetry import (
     RatioExplosionDiagnostic,
-    RatioLimits,
     collect_gradients,
     compute_lstm_health,
     measure_gradients,
     observation_statistics,
 )
-from esper.simic.telemetry.transfer import fetch
+from esper.simic.telemetry.measurements import fetch
 
 HEADS = ("op", "slot")
 LEAKS: dict[str, Callable[[Tensor], object]] = {
@@ -74,7 +73,7 @@ def ratio_report(place: Callable[[Tensor], Tensor]) -> object:
     ratios = damaged(4, 3, 2).exp()
     actions = torch.arange(24).view(4, 3, 2)
     mask = torch.ones(4, 3, 2, dtype=torch.bool)
-    diagnostic = RatioExplosionDiagnostic(RatioLimits(high=1.5, low=0.7, cap=4))
+    diagnostic = RatioExplosionDiagnostic(high=1.5, low=0.7, cap=4)
     report = diagnostic(place(ratios), place(mask), place(actions), HEADS)
     return repr(report)  # NaN is not equal to itself
 

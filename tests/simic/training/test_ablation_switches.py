@@ -15,7 +15,7 @@ from esper.cli.train import TrainCommand
 from esper.kasmina.slot import Isolation
 from esper.leyline import BLEND_STYLES, UnknownNameError, head_preset
 from esper.simic.agent import PPOAgent, losses
-from esper.simic.agent.advantages import compute_per_head_advantages
+from esper.simic.agent.losses import compute_per_head_advantages
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.collect import RoundCollector, RoundRecord
 from esper.simic.training.config import TrainConfig, growth_ppo
@@ -27,19 +27,19 @@ from esper.tamiyo.features import SENSED, growth_layout
 from esper.tamiyo.policies import RandomPolicy
 from esper.tolaria import HostFleet, HostTrainer
 
-SWITCHES: dict[str, tuple[list[str], dict[str, object]]] = {
-    "no shaping": (["--reward.shaping", "0"], {"reward.shaping": 0.0}),
-    "no memory": (["--ppo.network.no-recurrent"], {"ppo.network.recurrent": False}),
-    "critic without the control": (["--ppo.network.no-informed-critic"], {"ppo.network.informed_critic": False}),
-    "joint clipping": (["--ppo.clipping", "joint"], {"ppo.clipping": "joint"}),
-    "lambda 1": (["--ppo.lam", "1"], {"ppo.lam": 1.0}),
-    "epsilon 0": (["--ppo.explore", "0"], {"ppo.explore": 0.0}),
-    "uncentred heads": (["--ppo.no-centred"], {"ppo.centred": False}),
-    "straight-through": (["--isolation", "straight_through"], {"isolation": "straight_through"}),
-    "no sensing": (["--no-sensing"], {"sensing": False}),
-    "shaped reward": (["--reward.family", "shaped"], {"reward.family": "shaped"}),
+SWITCHES: dict[str, tuple[list[str], str, dict[str, object]]] = {
+    "no shaping": ([], "[reward]\nshaping = 0", {"reward.shaping": 0.0}),
+    "no memory": ([], "[ppo.network]\nrecurrent = false", {"ppo.network.recurrent": False}),
+    "critic without the control": ([], "ppo.network.informed_critic = false", {"ppo.network.informed_critic": False}),
+    "joint clipping": ([], "[ppo]\nclipping = 'joint'", {"ppo.clipping": "joint"}),
+    "lambda 1": ([], "[ppo]\nlam = 1", {"ppo.lam": 1.0}),
+    "epsilon 0": (["--ppo.explore", "0"], "", {"ppo.explore": 0.0}),
+    "uncentred heads": ([], "[ppo]\ncentred = false", {"ppo.centred": False}),
+    "straight-through": (["--isolation", "straight_through"], "", {"isolation": "straight_through"}),
+    "no sensing": (["--no-sensing"], "", {"sensing": False}),
+    "shaped reward": (["--reward.family", "shaped"], "", {"reward.family": "shaped"}),
 }
-"""What the command line says, and what changes in the configuration."""
+"""Flags of the command line, its file, and what changes in the settings."""
 
 
 def flat(config: TrainConfig) -> set[tuple[str, object]]:
@@ -55,11 +55,11 @@ def flat(config: TrainConfig) -> set[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_flag_changes_one_setting_and_is_kept_with_the_run(name: str, tmp_path: Path) -> None:
+def test_a_switch_changes_one_setting_and_is_kept_with_the_run(name: str, tmp_path: Path) -> None:
     """From `esper train` into config.json and back; nothing else changes."""
-    flags, changed = SWITCHES[name]
-    command = tyro.cli(TrainCommand, args=flags)
-    config = TrainConfig(**{field.name: getattr(command, field.name) for field in fields(TrainConfig)})
+    flags, text, changed = SWITCHES[name]
+    (tmp_path / "run.toml").write_text(text)
+    config = tyro.cli(TrainCommand, args=[*flags, "--config", str(tmp_path / "run.toml")]).settings()
     assert dict(flat(config) - flat(TrainConfig())) == changed
     with RunFolder.create(tmp_path / "run", config):
         pass
@@ -238,7 +238,7 @@ def training_fleet(isolation: Isolation) -> HostFleet:
 def test_straight_through_equals_single_hosts() -> None:
     """A fleet does to each host and seed what a lone model does; rounding apart."""
     fleet, task = training_fleet("straight_through"), tiny_task()
-    assert fleet.plan[1] is None
+    assert fleet.update_plan()[1] is None
     batches = task.load_batches()
     for env, style in enumerate(BLEND_STYLES):
         lone = HostTrainer(task, batches, env, isolation="straight_through")
@@ -260,7 +260,7 @@ def test_straight_through_leaves_the_host_alone() -> None:
         fleet.tick()
         fleet.train_step()
     shadow, straight = fleets
-    assert shadow.plan[1] is not None
+    assert shadow.update_plan()[1] is not None
     assert torch.equal(shadow.host.weights.matrix, straight.host.weights.matrix)
     for key in straight.banks:
         mine, other = straight.banks[key].weights.matrix, shadow.banks[key].weights.matrix

@@ -12,8 +12,8 @@ from simic.training.tiny import quick_config, quick_trainer
 from esper.cli import main
 from esper.leyline import BadValueError
 from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
-from esper.simic.telemetry import Detail, DetailLevel
-from esper.simic.training import trainer as trainer_module
+from esper.simic.telemetry import Detail
+from esper.simic.training import recorder as recorder_module
 from esper.simic.training.trainer import Trainer
 
 
@@ -47,7 +47,7 @@ def assert_alike(one: Trainer, other: Trainer) -> None:
 
 def alarm_once(trainer: Trainer) -> None:
     """In the first round, and in no other, the policy that learns is not quite the one that acted."""
-    trainer.detail = Detail(rounds=2)
+    trainer.recorder.detail = Detail(rounds=2)
     update = trainer.agent.update
 
     def touched(buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
@@ -76,7 +76,7 @@ def test_an_alarm_switches_it_on_for_some_rounds(alarmed: Trainer) -> None:
         ("behaviour_gap", 3, True),
     ]
     assert [event["round"] for event in details(alarmed.folder.path)] == [1, 2]
-    assert alarmed.detail.level is DetailLevel.NORMAL
+    assert alarmed.recorder.detail.left == 0
 
 
 @pytest.mark.requirement(6, 41)
@@ -104,7 +104,7 @@ def test_nothing_depends_on_it(tmp_path: Path) -> None:
     """Bit for bit: metrics, other events, weights."""
     plain = run(quick_trainer(tmp_path / "plain"), 2)
     closely = quick_trainer(tmp_path / "closely")
-    closely.detail = Detail(5, 5)
+    closely.recorder.detail = Detail(5, 5)
     run(closely, 2)
     assert len(details(tmp_path / "closely")) == 2
     assert_alike(plain, closely)
@@ -119,10 +119,10 @@ def test_at_the_normal_level_nothing_is_examined(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise AssertionError("examined")
 
-    monkeypatch.setattr(trainer_module, "Examination", refuse)
+    monkeypatch.setattr(recorder_module, "Examination", refuse)
     run(quick_trainer(tmp_path / "run"), 1)
     closely = quick_trainer(tmp_path / "closely")
-    closely.detail = Detail(1, 1)
+    closely.recorder.detail = Detail(1, 1)
     with pytest.raises(AssertionError, match="examined"):
         run(closely, 1)
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from esper.leyline import LifecycleOp, Measurement
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.rewards import RewardBreakdown, Rewarded
+from esper.simic.rewards import Rewarded
 from esper.simic.rewards.potentials import SHAPING
 from esper.simic.telemetry import Alarm, AnomalyDetector, Detail
+from esper.simic.telemetry.detector import DRIFT_WARMUP
 from esper.simic.telemetry.rules import RULES
 from esper.simic.training import collect
 from esper.simic.training import collect as rewarding
@@ -90,8 +91,8 @@ def pay_too_much(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
     def reward_step(*given: Any) -> Rewarded:  # Any: whatever the honest one takes
         rewarded = rewarding.reward_step(*given)
-        parts = {**rewarded.breakdown.parts, SHAPING: torch.full_like(rewarded.total, 3e38)}
-        return rewarded._replace(breakdown=RewardBreakdown(parts))
+        parts = {**rewarded.parts, SHAPING: torch.full_like(rewarded.total, 3e38)}
+        return rewarded._replace(parts=parts)
 
     patch.setattr(collect, "reward_step", reward_step)
 
@@ -108,14 +109,14 @@ def learn_too_fast(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 def touch_in_mid_update(agent: PPOAgent, amount: float) -> None:
     """After the first minibatch that is learnt from, something else than the optimiser makes WAIT likelier."""
-    step, steps = agent._step, count()
+    step, steps = agent.optimizer.step, count()
 
-    def then_touch(halted: Tensor, finite: Tensor) -> None:
-        step(halted, finite)
+    def then_touch(closure: None = None) -> None:
+        step()
         if next(steps) == 0:
             shift(op_bias(agent)[WAIT], amount)
 
-    agent._step = then_touch  # type: ignore[method-assign]
+    agent.optimizer.step = then_touch  # type: ignore[method-assign]
 
 
 def jump(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def stand_still(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     set_ppo(trainer, rate=1e-5)
     collected = trainer.collector.collect
     patch.setattr(trainer.collector, "collect", lambda round_index: collected(0))
-    trainer.detector = AnomalyDetector(ppo=trainer.agent.config)
+    trainer.recorder.detector = AnomalyDetector(ppo=trainer.agent.config)
 
 
 def begin_with_infinity(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -293,9 +294,9 @@ PROVOCATIONS = [
         ],
     ),
     Provocation(
-        begin_with_infinity, [Expected("lstm_not_finite", 1, "NaN and infinities in the memory is 32 (limit 0)")]
+        begin_with_infinity, [Expected("lstm_not_finite", 1, "NaN and infinities in the hidden state is 32 (limit 0)")]
     ),
-    Provocation(open_all_gates, [Expected("lstm_extreme", 1, "saturated hidden numbers is 1 (limit 0.5)", "hidden")]),
+    Provocation(open_all_gates, [Expected("lstm_extreme", 1, "saturated hidden values is 1 (limit 0.5)", "hidden")]),
     Provocation(close_the_output, [Expected("lstm_dead", 1, "silent LSTM units is 1 (limit 0.5)")]),
     Provocation(change_behind_the_back, [Expected("behaviour_gap", 1, "behaviour gap is 0.00")]),
     Provocation(
@@ -336,7 +337,7 @@ def run(trainer: Trainer, rounds: int) -> dict[int, tuple[Alarm, ...]]:
     seen = {}
     for _ in range(rounds):
         trainer.run_round()
-        seen[trainer.round - 1] = trainer.alarms
+        seen[trainer.round - 1] = trainer.recorder.alarms
     return seen
 
 
@@ -393,7 +394,7 @@ def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     """Gradients three times larger or smaller raise drift right after the warm-up."""
     trainer = go_on(calm, tmp_path / "run")
     stand_still(trainer, monkeypatch)
-    warmup = trainer.detector.limits.drift_warmup
+    warmup = DRIFT_WARMUP
     first = CALM + warmup
     with trainer.folder:
         assert run(trainer, warmup) == dict.fromkeys(range(CALM, first), ())
@@ -410,7 +411,7 @@ def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.Monkey
 def test_offenders_are_named(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detailed round lists the exploded ratios with their actions, worst first; the alarm counts them."""
     trainer = go_on(calm, tmp_path / "run")
-    trainer.detail = Detail(1, 1)
+    trainer.recorder.detail = Detail(1, 1)
     jump_to_what_was_unlikely(trainer, monkeypatch)
     with trainer.folder:
         [alarms] = run(trainer, 1).values()

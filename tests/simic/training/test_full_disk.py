@@ -58,7 +58,7 @@ def test_full_then_read_only_then_roomy(tmp_path: Path) -> None:
     run = tmp_path / "disk" / "run"
     assert full[0] == read_only[0] == "StorageError"
     assert f"{run}/checkpoints/round-00003 cannot be written (No space left on device)" in full[1]
-    assert f"go on with --resume {run}" in full[1]
+    assert f"continue with --resume {run}" in full[1]
     assert f"{run}/events.jsonl cannot be written (Read-only file system)" in read_only[1]
     assert after_full == after_read_only == ["round-00001", "round-00002"]
     assert equal

@@ -11,13 +11,13 @@ from simic.training.tiny import NAME, make_runner, play, tiny_task, varies
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, save_agent
-from esper.simic.evaluation.unseen import run_policy
+from esper.simic.agent.policy import LearnedPolicy, load_policy
+from esper.simic.evaluation.arena import PolicyPlayer
 from esper.simic.rewards import GammaMismatchError, RewardConfig
 from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import TrainConfig, growth_ppo
-from esper.simic.training.episode import EpisodeRunner, IllegalActionError, apply_action
+from esper.simic.training.episode import EpisodeRunner, IllegalActionError, apply_action, play_episode
 from esper.simic.training.hosts import PURPOSES, Groups, host_seed, purpose_of
-from esper.simic.training.learned import LearnedPolicy, load_policy
 from esper.simic.training.run_folder import TelemetryState
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo import NetworkConfig
@@ -41,7 +41,7 @@ def test_groups() -> None:
     values = torch.arange(8)
     assert groups.grown_of(values).tolist() == [0, 1, 2, 4, 5, 6]
     assert groups.control_of(values).tolist() == [3, 3, 3, 7, 7, 7]
-    with pytest.raises(BadValueError, match="no whole number"):
+    with pytest.raises(BadValueError, match="9 hosts cannot be divided into groups of 3"):
         Groups.of(9, 3)
 
 
@@ -117,7 +117,8 @@ def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
     for rng_seed in range(2):
         agent = PPOAgent(runner.table, runner.layout, config().agent_config(fast), rng_seed=rng_seed)
         seeds, draws = list(range(30)), action_draws(rng_seed, 0, 30, fast.steps, len(runner.table))
-        committed += (run_policy(runner, LearnedPolicy(agent), seeds, draws).added > 0).tolist()
+        player = PolicyPlayer(runner, LearnedPolicy(agent), seeds, draws)
+        committed += (play_episode(runner, player.act, player.on_step).fossil_parameters > 0).tolist()
     assert sum(committed) / len(committed) >= 0.2
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from esper.kasmina import CNNHost
 from esper.leyline import head_preset
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics
-from esper.simic.evaluation.unseen import SideBySide, run_policy
+from esper.simic.agent.policy import LearnedPolicy
+from esper.simic.evaluation.arena import PolicyPlayer, SideBySide
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.collect import RoundCollector, action_draws
 from esper.simic.training.config import growth_ppo
-from esper.simic.training.episode import EpisodeRunner
+from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import Groups
-from esper.simic.training.learned import LearnedPolicy
 from esper.tamiyo.heads import Masks
 from esper.tamiyo.network import HiddenState
 from esper.tamiyo.policy import PolicyView
@@ -172,7 +172,8 @@ def run_with_a_fault(policies: list[Remembering], runner: EpisodeRunner) -> None
     fleet.train_step = faulty  # type: ignore[method-assign]  # a fault
     policy = policies[0] if len(policies) == 1 else SideBySide(policies)
     draws = action_draws(0, 0, runner.groups.grown, fleet.task.steps, len(runner.table), "evaluation")
-    run_policy(runner, policy, list(range(runner.groups.count)), draws)
+    player = PolicyPlayer(runner, policy, list(range(runner.groups.count)), draws)
+    play_episode(runner, player.act, player.on_step)
 
 
 @pytest.mark.requirement(95)

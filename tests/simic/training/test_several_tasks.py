@@ -96,9 +96,9 @@ def test_a_run_of_two_tasks(tmp_path: Path) -> None:
 
 def test_hosts_are_shared_evenly() -> None:
     """Hosts that cannot be, and tasks named twice, are refused before anything is built."""
-    with pytest.raises(BadValueError, match="7 hosts for tasks"):
+    with pytest.raises(BadValueError, match="7 hosts cannot be divided among tasks"):
         TrainConfig(task="digits,digits_blind", hosts=7)
-    with pytest.raises(BadValueError, match="name each once"):
+    with pytest.raises(BadValueError, match="name each task once"):
         TrainConfig(task="digits,digits", hosts=8)
 
 

@@ -1,6 +1,5 @@
 """Runs that begin with the controller of another."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from simic.training.tiny import quick_config
 
 from esper.leyline import CheckpointError
 from esper.simic.agent import PPOAgent
-from esper.simic.training.run_folder import CONFIG, read_config
+from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 
 
@@ -66,15 +65,6 @@ def test_a_run_that_was_killed_as_it_began_begins_alike(tmp_path: Path, learned:
     last = Trainer(read_config(tmp_path / "part"), tmp_path / "part", resume=True)
     last.run(progress=False)
     assert same(weights(last.agent), weights(whole.agent))
-
-
-def test_folders_that_know_of_no_start(tmp_path: Path, learned: Trainer) -> None:
-    """Runs from before there was one, and before configurations had a checksum, are read."""
-    place = tmp_path / "learned" / CONFIG
-    content = json.loads(place.read_text())
-    del content["config"]["start"], content["checksum"]
-    place.write_text(json.dumps(content))
-    assert read_config(tmp_path / "learned") == learned.config
 
 
 def test_what_cannot_be_begun_with_is_refused(tmp_path: Path, learned: Trainer) -> None:

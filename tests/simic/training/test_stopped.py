@@ -44,7 +44,7 @@ def test_a_disk_that_takes_no_more(run: Path, whole: Path, place: str) -> None:
         room = (checkpoint(run, 3) / "agent.safetensors").stat().st_size // 2
         assert room > 2 * (run / "events.jsonl").stat().st_size
     what = "events.jsonl" if place == "events" else "round-00004"
-    told = rf"{what} cannot be written \(File too large\); make room .*go on with --resume {run}"
+    told = rf"{what} cannot be written \(File too large\); make room .*continue with --resume {run}"
     with largest_file(room), pytest.raises(StorageError, match=told):
         again.run(progress=False)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["round-00002", "round-00003"]
@@ -61,7 +61,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         Trainer(config(), tmp_path / "file" / "run")
     trainer = Trainer(config(rounds=1), tmp_path / "run")
     (tmp_path / "run" / "checkpoints").write_text("in the way")
-    with pytest.raises(StorageError, match=r"round-00001 cannot be written \(.*\).* go on with --resume"):
+    with pytest.raises(StorageError, match=r"round-00001 cannot be written \(.*\).* continue with --resume"):
         trainer.run(progress=False)
     (tmp_path / "run" / "checkpoints").unlink()
     with pytest.warns(RuntimeWarning, match="no checkpoint yet: it begins again with its first round"):
@@ -116,9 +116,9 @@ def test_ctrl_c_during_a_checkpoint(
     trainer, shown = Trainer(config(), tmp_path / "run"), list[Event]()
     with monkeypatch.context() as patch:
         patch.setattr(runs, "save_agent", interrupted)
-        patch.setattr(trainer.hub, "publish", shown.append)
+        patch.setattr(trainer.recorder.hub, "publish", shown.append)
         trainer.run(progress=False)
-    assert f"stopped after round 1; go on with --resume {tmp_path / 'run'}" in capsys.readouterr().out
+    assert f"stopped after round 1; continue with --resume {tmp_path / 'run'}" in capsys.readouterr().out
     assert [event.round for event in shown if isinstance(event, RoundMeasured)] == [0], "it counts, so it is shown"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["round-00001"]
     again = resume(tmp_path / "run")

@@ -18,7 +18,6 @@ from esper.nissa import METRICS, AlarmRaised, Hub, RoundMeasured, SinkSettings, 
 from esper.nissa.sinks import ConsoleSink
 from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.recorder import session
 from esper.simic.training.run_folder import SESSIONS
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
@@ -26,10 +25,11 @@ from esper.storage.logs import read_lines
 ROUNDS = 2
 
 
-def start(folder: Path, sinks: SinkSettings | None = None) -> Trainer:
+def start(folder: Path, sinks: SinkSettings | None = None, *, resume: bool = False) -> Trainer:
     """A run of tiny hosts."""
     tiny_task()
-    return Trainer(TrainConfig(task=NAME, rounds=ROUNDS, hosts=4, members=1, seed=2), folder, sinks=sinks)
+    config = TrainConfig(task=NAME, rounds=ROUNDS, hosts=4, members=1, seed=2)
+    return Trainer(config, folder, sinks=sinks, resume=resume)
 
 
 class Runs(NamedTuple):
@@ -56,8 +56,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         Recorder(),
     )
     plain.run(progress=False)
-    watched.hub.close()
-    watched.hub = Hub([ConsoleSink(), recorder, Broken("write")])
+    watched.recorder.hub.close()
+    watched.recorder.hub = Hub([ConsoleSink(), recorder, Broken("write")])
     with redirect_stdout(io.StringIO()) as printed, pytest.warns(RuntimeWarning, match="without a sink: broken"):
         watched.run(progress=False)
     return Runs(plain, watched, recorder, printed.getvalue())
@@ -92,7 +92,7 @@ def test_what_sinks_lose_is_told(runs: Runs) -> None:
     timings = {which: [line["timing"] for line in runs.lines(which)] for which in ("plain", "watched")}
     assert all("hub" not in timing for timing in timings["plain"])  # type: ignore[operator]  # JSON
     assert all(set(timing["hub"]) == {"dropped", "failed"} for timing in timings["watched"])  # type: ignore[index]
-    assert runs.watched.hub.metrics() == {"dropped": 0, "failed": 1}
+    assert runs.watched.recorder.hub.metrics() == {"dropped": 0, "failed": 1}
     last = runs.printed.splitlines()[-1]
     assert last.startswith("switched off: broken (OSError: no space to write); the log in ")
     assert sum(line.startswith("round ") for line in runs.printed.splitlines()) == ROUNDS
@@ -117,8 +117,8 @@ def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
 def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path) -> None:
     """An extreme KL in the real loop reaches the hub, with or without a console."""
     trainer, recorder = start(tmp_path / "run", SinkSettings(console=console)), Recorder()
-    trainer.hub.close()
-    trainer.hub = Hub([recorder, *([ConsoleSink()] if console else [])])
+    trainer.recorder.hub.close()
+    trainer.recorder.hub = Hub([recorder, *([ConsoleSink()] if console else [])])
     update = trainer.agent.update
 
     def extreme(buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
@@ -144,28 +144,39 @@ def told(folder: Path) -> list[tuple[object, ...]]:
 
 
 def test_sessions_of_a_run(tmp_path: Path) -> None:
-    """Ctrl-C, an error, and the end; each process has its begin."""
-    recorder, done = Recorder(), 0
-    with Hub([recorder]) as hub:
-        with pytest.raises(KeyboardInterrupt), session(tmp_path, hub, 5, lambda: done, None):
-            done = 2
-            raise KeyboardInterrupt
-        with pytest.raises(ValueError, match="why"), session(tmp_path, hub, 5, lambda: done, ()):
-            raise ValueError("why")
-        # A line that a kill has torn is put aside; the next does not stick to it.
-        with (tmp_path / SESSIONS).open("a") as log:
-            log.write('{"kind":"resu')
-        with session(tmp_path, hub, 5, lambda: done, ("threads 1 → 2",)):
-            done = 5
-    assert told(tmp_path) == [
-        ("begun", 0, 5),
-        ("ended", 2, "stopped", 0),
-        ("resumed", 2, 5, []),
-        ("ended", 2, "ValueError: why", 0),
-        ("resumed", 2, 5, ["threads 1 → 2"]),
-        ("ended", 5, "complete", 0),
+    """Ctrl-C, an error and the end are noted; a line that a kill has torn is put aside."""
+    run, recorder = tmp_path / "run", Recorder()
+
+    def session(error: BaseException | None) -> None:
+        trainer = start(run, resume=True)
+        trainer.recorder.hub = Hub([recorder])
+        if error is not None:
+
+            def failing(round_index: int) -> None:
+                raise error
+
+            trainer.collector.collect = failing  # type: ignore[assignment, method-assign]
+        trainer.run(progress=False)
+
+    first = start(run)
+    with first.folder:
+        first.run_round()
+    session(KeyboardInterrupt())
+    with pytest.raises(ValueError, match="why"):
+        session(ValueError("why"))
+    with (run / SESSIONS).open("a") as log:
+        log.write('{"kind":"resu')
+    session(None)
+    assert told(run) == [
+        ("resumed", 1, ROUNDS, []),
+        ("ended", 1, "stopped", 0),
+        ("resumed", 1, ROUNDS, []),
+        ("ended", 1, "ValueError: why", 0),
+        ("resumed", 1, ROUNDS, []),
+        ("ended", ROUNDS, "complete", 0),
     ]
-    assert [event.kind for event in recorder.events] == ["begun", "ended", "resumed", "ended", "resumed", "ended"]
+    kinds = [event.kind for event in recorder.events if event.kind not in ("round", "alarm")]
+    assert kinds == ["resumed", "ended"] * 3
 
 
 def test_a_run_tells_its_sessions(runs: Runs) -> None:
@@ -175,7 +186,7 @@ def test_a_run_tells_its_sessions(runs: Runs) -> None:
 def test_ctrl_c_closes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The session ends as stopped, the sinks have seen it, and the way to go on is printed."""
     trainer, recorder = start(tmp_path / "run"), Recorder()
-    trainer.hub = Hub([recorder])
+    trainer.recorder.hub = Hub([recorder])
 
     def interrupted() -> None:
         raise KeyboardInterrupt

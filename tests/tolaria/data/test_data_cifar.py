@@ -75,7 +75,6 @@ def test_reads_what_python_2_wrote(tmp_path: Path) -> None:
 def test_reads_what_python_3_writes(protocol: int, order: Any, module: bytes) -> None:
     values: dict[Any, Any] = {
         b"data": np.asarray(pixels(0), order=order),
-        "wide": np.array([1.5, -2.0], ">f8"),
         b"x": 3,
     }
     written = pickle.dumps(values, protocol=protocol)
@@ -83,7 +82,6 @@ def test_reads_what_python_3_writes(protocol: int, order: Any, module: bytes) ->
         written = written.replace(b"numpy._core.multiarray", module).replace(b"numpy.core.multiarray", module)
     loaded = unpickle_plain(written, "here")
     np.testing.assert_array_equal(loaded["data"], pixels(0))
-    assert loaded["wide"].tolist() == [1.5, -2.0]
     assert loaded["x"] == 3
 
 
@@ -104,7 +102,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, protocol: int) -> None:
         files = batches()
         files[f"{FOLDER}/{TEST_BATCH}"] = pickle.dumps({"data": pixels(0), "labels": payload}, protocol=protocol)
         archive = write_archive(tmp_path / "cifar.tar.gz", files)
-        with pytest.raises(DataError, match=r"test_batch: the pickle holds the global \w+\.(system|eval)"):
+        with pytest.raises(DataError, match=r"test_batch: .*the global \w+\.(system|eval)"):
             read_cifar10(archive, rows=ROWS)
         assert not marker.exists()
 
@@ -116,24 +114,31 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, protocol: int) -> None:
         (pickle.dumps({"data": np.array(["x"])}, protocol=2), "type 'U1'"),
         (pickle.dumps({"data": np.zeros(2, [("a", "u1")])}, protocol=2), "type 'V1'"),
         (pickle.dumps({"data": np.zeros(2, np.uint8)}, protocol=5), r"the global numpy\._core\.numeric\._frombuffer"),
-        (pickle.dumps({"data": np.dtype}, protocol=4), None),
-        (pickle.dumps([1, 2]), "a list instead of a dict"),
-        (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00utf-8\x86R.", "encode to 'utf-8'"),
-        (b"\x80\x02cnumpy\nndarray\nK\x01\x85R.", r"a call of numpy\.ndarray"),
-        (b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00nameX\x01\x00\x00\x00asb.", r"a change of numpy\.dtype"),
-        (b"\x80\x02}X\x01\x00\x00\x00acnumpy.core.multiarray\n_reconstruct\n)Rs.", "array without content"),
+        (pickle.dumps({"data": np.array([1.5], ">f8")}, protocol=2), "type 'f8'"),
+        (pickle.dumps({"data": np.dtype}, protocol=4), "not a pickle of byte arrays"),
+        (pickle.dumps([1, 2]), "not a pickle of byte arrays"),
+        (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00utf-8\x86R.", "not a pickle of byte arrays"),
+        (b"\x80\x02cnumpy\nndarray\nK\x01\x85R.", "not a pickle of byte arrays"),
+        (
+            b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00nameX\x01\x00\x00\x00asb.",
+            "not a pickle of byte arrays",
+        ),
+        (
+            b"\x80\x02}X\x01\x00\x00\x00acnumpy.core.multiarray\n_reconstruct\n)Rs.",
+            "not a pickle of byte arrays",
+        ),
         (b"\x80\x02cos\nsystem\n.", r"the global os\.system"),
-        (b"\x80\x02Pname\n.", "not a readable pickle"),
-        (python2_batch(pixels(0), [1])[:-700], "not a readable pickle"),
-        (python2_batch(pixels(0), [1]).replace(b"J\x00\x0c\x00\x00", b"J\x01\x0c\x00\x00"), "with 12288 bytes"),
+        (b"\x80\x02Pname\n.", "not a pickle of byte arrays"),
+        (python2_batch(pixels(0), [1])[:-700], "not a pickle of byte arrays"),
+        (
+            python2_batch(pixels(0), [1]).replace(b"J\x00\x0c\x00\x00", b"J\x01\x0c\x00\x00"),
+            "cannot reshape array of size 12288",
+        ),
         (python2_batch(pixels(0), [1]).replace(b"U\x02u1", b"U\x02O8"), "type 'O8'"),
-        (b"", "not a readable pickle"),
+        (b"", "not a pickle of byte arrays"),
     ],
 )
-def test_nothing_but_arrays_and_plain_values(content: bytes, message: str | None) -> None:
-    if message is None:  # a name alone is inert: it stands for a record of the reader's, never for NumPy's own
-        assert unpickle_plain(content, "here")["data"] is not np.dtype
-        return
+def test_nothing_but_arrays_and_plain_values(content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=f"here: .*{message}"):
         unpickle_plain(content, "here")
 
@@ -167,22 +172,28 @@ def test_missing_batch(tmp_path: Path, missing: str) -> None:
     [
         (
             {"data": np.zeros((ROWS, 3071), np.uint8), "labels": [0] * ROWS},
-            r"uint8 \(4, 3072\); found uint8 \(4, 3071\)",
+            r"uint8 \(4, 3072\); got uint8 \(4, 3071\)",
         ),
-        ({"data": np.zeros((ROWS + 1, 3072), np.uint8), "labels": [0] * ROWS}, r"found uint8 \(5, 3072\)"),
-        ({"data": np.zeros((ROWS, 3072), np.float32), "labels": [0] * ROWS}, "found float32"),
-        ({"data": [1, 2], "labels": [0] * ROWS}, "found list"),
-        ({"labels": [0] * ROWS}, "found NoneType"),
-        ({"data": pixels(0), "labels": [0]}, "found 1 values"),
+        ({"data": np.zeros((ROWS + 1, 3072), np.uint8), "labels": [0] * ROWS}, r"got uint8 \(5, 3072\)"),
+        ({"data": np.zeros((ROWS, 3072), np.float32), "labels": [0] * ROWS}, "type 'f4' instead of u1"),
+        ({"data": [1, 2], "labels": [0] * ROWS}, r"got int64 \(2,\)"),
+        ({"labels": [0] * ROWS}, "got object"),
+        ({"data": pixels(0), "labels": [0]}, r"got int64 \(1,\)"),
         ({"data": pixels(0), "labels": ["0"] * ROWS}, "whole numbers"),
-        ({"data": pixels(0), "labels": [0, 0, 0, 10]}, r"labels in 0\.\.9; found 0\.\.10"),
-        ({"data": pixels(0)}, "found NoneType"),
+        ({"data": pixels(0)}, "got object"),
     ],
 )
 def test_wrong_shapes(tmp_path: Path, batch: dict[str, Any], message: str) -> None:
     files = batches()
     files[f"{FOLDER}/data_batch_2"] = pickle.dumps(batch, protocol=2)
     with pytest.raises(DataError, match=f"data_batch_2: .*{message}"):
+        read_cifar10(write_archive(tmp_path / "cifar.tar.gz", files), rows=ROWS)
+
+
+def test_labels_out_of_range(tmp_path: Path) -> None:
+    files = batches()
+    files[f"{FOLDER}/{TEST_BATCH}"] = python2_batch(pixels(0), [0, 0, 0, 10])
+    with pytest.raises(DataError, match=r"test labels in 0\.\.9; got 0\.\.10"):
         read_cifar10(write_archive(tmp_path / "cifar.tar.gz", files), rows=ROWS)
 
 

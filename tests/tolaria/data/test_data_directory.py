@@ -12,7 +12,7 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data import RemoteFile, data_directory, fetch, locate
+from esper.tolaria.data.directory import RemoteFile, data_directory, fetch, locate
 
 CONTENT = b"forty-two" * 1000
 
@@ -132,14 +132,6 @@ def test_a_present_file_is_verified_and_never_replaced(tmp_path: Path, mirror: s
             locate(wanted, tmp_path)
         assert str(path) in str(caught.value)
         assert path.read_bytes() == content
-
-
-def test_a_present_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = remote()
-    (tmp_path / wanted.name).write_bytes(CONTENT)
-    locate(wanted, tmp_path)
-    monkeypatch.setattr(hashlib, "file_digest", None)  # calling it would be a TypeError
-    assert locate(wanted, tmp_path) == tmp_path / wanted.name
 
 
 def test_a_read_only_directory_is_read_and_not_written(tmp_path: Path, mirror: str) -> None:

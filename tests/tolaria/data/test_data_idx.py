@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data.readers import FASHION_MNIST_CLASSES, FASHION_MNIST_FILES, read_idx, read_idx_set, read_labelled
+from esper.tolaria.data.readers import FASHION_MNIST_CLASSES, FASHION_MNIST_FILES, read_idx, read_idx_set
 
 IMAGES = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
 
@@ -74,18 +74,6 @@ def test_any_flipped_byte_is_an_error_or_harmless(tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent"):
         read_idx(tmp_path / "absent", dimensions=1)
-
-
-def test_images_and_labels_must_match(tmp_path: Path) -> None:
-    images, labels = tmp_path / "images", tmp_path / "labels"
-    images.write_bytes(idx_bytes(IMAGES))
-    labels.write_bytes(idx_bytes(np.array([0, 1, 2], np.uint8)))
-    samples = read_labelled(images, labels)
-    assert samples.images.shape == (3, 1, 4, 5)
-    assert samples.labels.tolist() == [0, 1, 2]
-    labels.write_bytes(idx_bytes(np.array([0, 1], np.uint8)))
-    with pytest.raises(DataError, match=r"3 images but .* 2 labels"):
-        read_labelled(images, labels)
 
 
 def test_the_real_fashion_mnist(real_data: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data import image_folder, load, read_image_folder
+from esper.tolaria.data import image_folder, load
 from esper.tolaria.data.arrays import ImageArrays
-from esper.tolaria.data.image_folder import find_image_folder
+from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
 
 
 def picture(value: int, size: int = 4, mode: str = "RGB", format: str = "PNG") -> bytes:
@@ -120,10 +120,13 @@ def test_a_read_only_directory_keeps_its_pixels_in_the_users_cache(tmp_path: Pat
         assert os.listdir(folder) == ["set.tar.gz"]
         assert len(list((private_surroundings / "esper" / "data" / "decoded").glob("set.tar.gz-*.npz"))) == 1
         assert_is_the_example(read_image_folder(source))
-        assert_is_the_example(read_image_folder(source, caches=()))
-        assert_is_the_example(read_image_folder(source, caches=(folder / "below",)))  # nowhere to keep them
+        private_surroundings.chmod(0o555)
+        (private_surroundings / "esper").rename(tmp_path / "elsewhere")
+        assert_is_the_example(read_image_folder(source))  # nowhere to cache them
+        assert not (private_surroundings / "esper").exists()
     finally:
         folder.chmod(0o755)
+        private_surroundings.chmod(0o755)
 
 
 @pytest.mark.parametrize("name", ["set.tar.gz", "set.tar", "set.zip"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.leyline.errors import BadValueError, DataError
-from esper.tolaria.data import stratified_split
+from esper.tolaria.data.arrays import stratified_split
 
 
 @st.composite

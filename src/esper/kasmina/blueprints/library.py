@@ -1,4 +1,4 @@
-"""The built-in blueprints, for images, tokens and vectors."""
+"""The built-in blueprints for images, tokens and vectors."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,12 +7,12 @@ from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import Conv2d, GroupNorm, LayerNorm, Linear, Scale, SelfAttention
 
 CHANNELS_PER_GROUP = 16
-"""At least so many channels share a norm, so that it says something even where the image is one pixel."""
+"""Minimum number of channels per norm group, so that a norm works even on a one-pixel image."""
 MIN_NORM_VALUES = 4
 
 
 def norm_groups(width: int) -> int:
-    """The most groups that divide the width into groups of at least `CHANNELS_PER_GROUP`."""
+    """The largest number of equal groups with at least `CHANNELS_PER_GROUP` channels each."""
     return max(g for g in range(1, max(1, width // CHANNELS_PER_GROUP) + 1) if width % g == 0)
 
 
@@ -38,7 +38,7 @@ def squeezed_width(width: int) -> int:
     return max(1, width // 4)
 
 
-# On a single channel, mean, SiLU and tanh leave one number whose gradient all but vanishes on signed activations.
+# With a single channel the gradient almost vanishes on signed activations.
 @BlueprintRegistry.register("image", "attention", lambda c: 2 * c * squeezed_width(c) + c, min_width=2)
 class SqueezeExcite(nn.Module):
     """h · tanh(W₂ SiLU(W₁ mean(h)))."""
@@ -54,7 +54,7 @@ class SqueezeExcite(nn.Module):
         return self.scale(h * factor[..., None, None])
 
 
-# Under a norm a single 1×1 weight could only change the sign: hence two channels.
+# Before a norm, a single 1×1 weight could only change the sign.
 @BlueprintRegistry.register("image", "depthwise", lambda c: c * c + 12 * c, min_width=2, min_values=MIN_NORM_VALUES)
 class Depthwise(nn.Module):
     """depthwise 3×3 → 1×1 → GN → ReLU."""
@@ -97,32 +97,29 @@ class Bottleneck(nn.Module):
         return self.scale(self.norm(self.up(F.relu(self.conv(F.relu(self.down(h)))))))
 
 
-@BlueprintRegistry.register("image", "conv_small", lambda c: c * c + 3 * c, min_width=2, min_values=MIN_NORM_VALUES)
-class ConvSmall(nn.Module):
-    """1×1 → GN → ReLU."""
+class Convolution(nn.Module):
+    """k×k → GN → ReLU."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, kernel_size: int) -> None:
         super().__init__()
-        self.conv = Conv2d(width, width, 1)
+        self.conv = Conv2d(width, width, kernel_size)
         self.norm = _norm(width)
         self.scale = Scale(width)
 
     def forward(self, h: Tensor) -> Tensor:
         return self.scale(F.relu(self.norm(self.conv(h))))
+
+
+@BlueprintRegistry.register("image", "conv_small", lambda c: c * c + 3 * c, min_width=2, min_values=MIN_NORM_VALUES)
+def conv_small(width: int) -> Convolution:
+    """1×1."""
+    return Convolution(width, 1)
 
 
 @BlueprintRegistry.register("image", "conv_light", lambda c: 9 * c * c + 3 * c, min_values=MIN_NORM_VALUES)
-class ConvLight(nn.Module):
-    """3×3 → GN → ReLU."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = Conv2d(width, width, 3)
-        self.norm = _norm(width)
-        self.scale = Scale(width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.scale(F.relu(self.norm(self.conv(h))))
+def conv_light(width: int) -> Convolution:
+    """3×3."""
+    return Convolution(width, 3)
 
 
 # With one channel the second norm cancels the factor of the first.
@@ -146,7 +143,7 @@ class ConvHeavy(nn.Module):
 
 
 MIN_NORM_WIDTH = 3
-"""Of two values a norm keeps nothing but which is larger."""
+"""A norm of two values only tells which is larger."""
 ATTENTION_HEADS = 4
 
 
@@ -222,12 +219,12 @@ class Perceptron(nn.Module):
 @BlueprintRegistry.register("tokens", "mlp_small", lambda c: 4 * c * c + 4 * c)
 @BlueprintRegistry.register("vector", "mlp_small", lambda c: 4 * c * c + 4 * c)
 def mlp_small(width: int) -> Perceptron:
-    """Twice as wide inside."""
+    """Hidden width twice the width."""
     return Perceptron(width, 2)
 
 
 @BlueprintRegistry.register("tokens", "mlp", lambda c: 8 * c * c + 6 * c)
 @BlueprintRegistry.register("vector", "mlp", lambda c: 8 * c * c + 6 * c)
 def mlp(width: int) -> Perceptron:
-    """Four times as wide inside."""
+    """Hidden width four times the width."""
     return Perceptron(width, 4)

@@ -1,4 +1,4 @@
-"""What can grow: seed architectures, registered by decorator under a frozen spec."""
+"""The registry of blueprints: seed architectures, registered by decorator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from esper.kasmina.layers import reset_parameters
+from esper.kasmina.layers import count_parameters, reset_parameters
 from esper.leyline import (
     TOPOLOGIES,
     BadValueError,
@@ -21,7 +21,7 @@ from esper.leyline import (
 
 @dataclass(frozen=True)
 class BlueprintSpec:
-    """A seed architecture and where it may be built."""
+    """A seed architecture, and the slots that it fits."""
 
     name: str
     topology: Topology
@@ -32,12 +32,12 @@ class BlueprintSpec:
     min_width: int = 1
     min_resolution: int = 1
     min_values: int = 1
-    """What its norm averages over, at least: width × pixels. Over fewer values a norm returns constants."""
+    """Minimum of width × pixels. A norm over fewer values returns constants."""
     multiple_of: int = 1
-    """Widths must be a multiple of this (attention heads)."""
+    """Required divisor of the width (attention heads)."""
 
     def misfit(self, width: int, resolution: int | None = None) -> str | None:
-        """Why it cannot be built there, or None where it can."""
+        """Why it cannot be built there; None if it can."""
         side = self.min_resolution if resolution is None else resolution
         values = width * side ** (2 if self.topology == "image" else 0)
         if width < self.min_width:
@@ -53,13 +53,13 @@ class BlueprintSpec:
         return None
 
     def check_built(self, module: nn.Module, width: int) -> nn.Module:
-        """What `build` gave, if it is a module with the parameters that `count` states."""
+        """Return the built module, if it has as many parameters as `count` states."""
         label = f"{self.topology} blueprint {self.name!r} at width {width}"
         if not isinstance(module, nn.Module):
             raise BlueprintContractError(f"{label}: its factory returned {type(module).__name__}, not an nn.Module")
-        actual, stated = sum(parameter.numel() for parameter in module.parameters()), self.count(width)
+        actual, stated = count_parameters(module), self.count(width)
         if actual == 0:
-            raise BlueprintContractError(f"{label} has no parameters: such a seed could never learn")
+            raise BlueprintContractError(f"{label} has no parameters, so it could never learn")
         if type(stated) is not int or actual != stated:
             raise BlueprintContractError(
                 f"{label} breaks clause 4 (count): it states {stated!r} parameters but has {actual}"
@@ -68,7 +68,7 @@ class BlueprintSpec:
 
 
 class BlueprintRegistry:
-    """All blueprints by topology and name."""
+    """All blueprints, by topology and name."""
 
     _specs: ClassVar[dict[tuple[Topology, str], BlueprintSpec]] = {}
 
@@ -84,7 +84,7 @@ class BlueprintRegistry:
         min_values: int = 1,
         multiple_of: int = 1,
     ) -> Callable[[Callable[[int], nn.Module]], Callable[[int], nn.Module]]:
-        """Decorate a module class or factory that takes a width. A name that is taken raises."""
+        """Decorate a module class or factory that takes a width. Raises if the name exists."""
         if topology not in TOPOLOGIES:
             raise UnknownNameError("topology", topology, TOPOLOGIES)
         if (topology, name) in cls._specs:
@@ -106,7 +106,7 @@ class BlueprintRegistry:
 
     @classmethod
     def unregister(cls, topology: Topology, name: str) -> None:
-        """Forget a blueprint; seeds that were built from it live on."""
+        """Remove a blueprint. Existing seeds stay."""
         cls.spec(topology, name)
         del cls._specs[topology, name]
 
@@ -128,16 +128,16 @@ class BlueprintRegistry:
     def build(
         cls, topology: Topology, name: str, width: int, *, resolution: int | None = None, rng_seed: int | None = None
     ) -> nn.Module:
-        """A new seed module for a slot of that width; `rng_seed` fixes its initial weights.
+        """Build a seed module for a slot of that width; `rng_seed` fixes its initial weights.
 
-        Raises `BlueprintContractError` where it has not the parameters that were stated: budgets rely on these.
+        Raises `BlueprintContractError` if its parameter count is not the stated one, because budgets rely on it.
         """
         spec = cls.spec(topology, name)
         if problem := spec.misfit(width, resolution):
             raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
         if rng_seed is None:
             return spec.check_built(spec.build(width), width)
-        # Layers of torch draw from the global stream as they are built: it is seeded for them, and put back.
+        # Layers of torch draw from the global stream when they are built: seed it for them, then restore it.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(rng_seed)
             module = spec.check_built(spec.build(width), width)

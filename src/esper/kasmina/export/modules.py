@@ -1,21 +1,33 @@
-"""Live modules as constructor expressions, with the classes they need.
+"""Live modules as constructor expressions, with the classes that these need.
 
-Row-aware layers become torch.nn layers. Any other class becomes a class of the same name that is handed its parts, with
-its own forward: the classes say what is computed, the expression says from what and how large.
+Row-aware layers become torch.nn layers. Any other class becomes a class of the same name with its own forward, whose
+constructor takes its parts. The classes say what is computed, the expression says from what and how large.
 """
 
 import inspect
 import json
 import keyword
+import textwrap
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from esper.kasmina import layers
-from esper.kasmina.export.functions import Method, import_usual, is_literal, unwrap
-from esper.kasmina.export.source import LINE_WIDTH, Call, ExportError, Expression, GeneratedFile, call, find_import
+from esper.kasmina.export.source import (
+    Call,
+    ExportError,
+    Expression,
+    GeneratedFile,
+    Method,
+    call,
+    find_import,
+    is_literal,
+    render,
+    unwrap,
+)
 
 SCALE = '''
 class Scale(nn.Module):
@@ -30,7 +42,7 @@ class Scale(nn.Module):
 '''
 MASKED_CONV = '''
 class MaskedConv2d(nn.Conv2d):
-    """A convolution without bias, some taps of whose kernel are switched off, and stay so in training."""
+    """A convolution without bias, with a fixed mask over the taps of its kernel."""
 
     mask: Tensor
 
@@ -50,76 +62,73 @@ class Exporter:
         self.file = file
         self._classes: dict[object, str] = {}
 
-    def construct(self, module: nn.Module, place: str) -> Expression:
-        """The expression that builds a module like this one; `place` is where errors say that it is."""
+    def construct(self, module: nn.Module, path: str) -> Expression:
+        """The expression that builds a module like this one; `path` names it in errors."""
         kind = type(module)
-        import_usual(self.file, "nn")
+        self.file.import_usual("nn")
         if kind in LAYERS:
             return LAYERS[kind](module, self)
         if kind in CONTAINERS:
-            return self._container(module, place)
+            return self._container(module, path)
         if getattr(nn, kind.__name__, None) is kind:
-            return torch_constructor(module, place)
-        return self._of_own_class(module, place)
+            return torch_constructor(module, path)
+        return self._of_own_class(module, path)
 
     def twin(self, name: str, text: str, *uses: str) -> str:
-        """The name of a class that is written by hand for the file."""
+        """Define a class whose text is given, and return its name in the file."""
         if text not in self._classes:
-            import_usual(self.file, "nn", "Tensor", "torch", *uses)
+            self.file.import_usual("nn", "Tensor", "torch", *uses)
             self._classes[text] = self.file.free_name(name)
             self.file.define(self._classes[text], text.replace(f"class {name}(", f"class {self._classes[text]}("))
         return self._classes[text]
 
-    def _container(self, module: nn.Module, place: str) -> Call:
+    def _container(self, module: nn.Module, path: str) -> Call:
         opening, closing = CONTAINERS[type(module)]
         named = isinstance(module, nn.ModuleDict)
         if isinstance(module, nn.Sequential) and any(not key.isdigit() for key, _ in module.named_children()):
             self.file.import_as("OrderedDict", "collections", "OrderedDict")
             opening, closing, named = "nn.Sequential(OrderedDict({", "}))", True
-        children = ((key, self.construct(child, f"{place}.{key}")) for key, child in module.named_children())
+        children = ((key, self.construct(child, f"{path}.{key}")) for key, child in module.named_children())
         return Call(
             opening, tuple((f"{json.dumps(key)}: " if named else "", child) for key, child in children), closing
         )
 
-    def _of_own_class(self, module: nn.Module, place: str) -> Call:
+    def _of_own_class(self, module: nn.Module, path: str) -> Call:
         kind = type(module)
         bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.") and base is not nn.Module]
         if bases:
             raise ExportError(
-                f"{place}: {kind.__name__} extends torch's {bases[0].__name__}, whose constructor is not known; "
+                f"{path}: {kind.__name__} extends torch's {bases[0].__name__}, whose constructor is not known; "
                 "hold such a layer as a child instead of extending it"
             )
-        methods, attributes = self._methods(module, place)
+        methods, attributes = self._methods(module, path)
         parts: dict[str, tuple[str, Expression]] = {}  # name → (annotation, value)
-        for name, child in module._modules.items():
+        for name, child in module._modules.items():  # named_children() omits shared ones
             if child is not None:
                 annotation = type(child).__name__ if type(child) in CONTAINERS else "Module"
-                parts[name] = f"nn.{annotation}", self.construct(child, f"{place}.{name}")
-        for name, parameter in module.named_parameters(recurse=False):
-            import_usual(self.file, "torch")
-            parts[name] = "nn.Parameter", f"nn.Parameter({_blank(parameter)})"
-        for name, buffer in module.named_buffers(recurse=False):
-            import_usual(self.file, "torch")
-            parts[name] = "Tensor", _blank(buffer)
+                parts[name] = f"nn.{annotation}", self.construct(child, f"{path}.{name}")
+        tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        for name, tensor in tensors.items():
+            self.file.import_usual("torch", "Tensor")
+            learns = isinstance(tensor, nn.Parameter)
+            parts[name] = ("nn.Parameter", f"nn.Parameter({_blank(tensor)})") if learns else ("Tensor", _blank(tensor))
         parts |= {name: part for name, part in attributes.items() if name not in parts}
-        if any(annotation == "Tensor" for annotation, _ in parts.values()):
-            import_usual(self.file, "Tensor")
         for name in parts:
             if not name.isidentifier() or keyword.iskeyword(name):
-                raise ExportError(f"{place}: {name!r} is no Python name; give that part of {kind.__name__} another one")
-        signature = (kind, *((name, annotation) for name, (annotation, _) in parts.items()))
+                raise ExportError(f"{path}: {name!r} is no Python name; give that part of {kind.__name__} another one")
+        annotations = {name: annotation for name, (annotation, _) in parts.items()}
+        signature = (kind, *annotations.items())
         if signature not in self._classes:
             self._classes[signature] = self.file.free_name(kind.__name__)
-            annotations = {name: annotation for name, (annotation, _) in parts.items()}
-            self.file.define(
-                self._classes[signature], _class_text(self._classes[signature], kind, annotations, methods)
-            )
+            text = _class_text(self._classes[signature], kind, annotations, methods)
+            self.file.define(self._classes[signature], text)
         opening = f"{self._classes[signature]}("
         return Call(opening, tuple((f"{name}=", value) for name, (_, value) in parts.items()))
 
-    def _methods(self, module: nn.Module, place: str) -> tuple[list[str], dict[str, tuple[str, str]]]:
-        """The text of forward and of all that it calls on itself, and the plain attributes that these ask for."""
-        kind, label = type(module), f"{place}: {type(module).__name__}"
+    def _methods(self, module: nn.Module, path: str) -> tuple[list[str], dict[str, tuple[str, str]]]:
+        """The text of forward and of the methods that it calls, and the plain attributes that they use."""
+        kind, label = type(module), f"{path}: {type(module).__name__}"
+        registered = module._modules | module._parameters | module._buffers
         waiting, texts, attributes = ["forward"], dict[str, str](), dict[str, tuple[str, str]]()
         while waiting:
             name = waiting.pop(0)
@@ -127,37 +136,32 @@ class Exporter:
             if not isinstance(function, FunctionType):
                 raise ExportError(f"{label}.{name} is not a function in Python, so it cannot be exported")
             method = Method(function, f"{label}.{name}")
-            method.keep_statistics()
+            method.drop_statistics()
             method.bring_globals(self.file)
             texts[name] = method.text
-            for asked in method.own_attributes():
-                if asked in texts or asked in waiting or asked == "training":
+            for used in method.own_attributes():
+                if used in texts or used in waiting or used == "training" or registered.get(used) is not None:
                     continue
-                registered = module._modules | module._parameters | module._buffers
-                if asked in registered:
-                    if registered[asked] is None:
-                        attributes[asked] = "None", "None"
-                elif asked not in vars(module) and unwrap(inspect.getattr_static(kind, asked, None)) is not None:
-                    if not hasattr(nn.Module, asked):
-                        waiting.append(asked)
+                if used not in vars(module) and unwrap(inspect.getattr_static(kind, used, None)) is not None:
+                    waiting += [] if hasattr(nn.Module, used) else [used]
                 else:
-                    attributes[asked] = self._value(getattr(module, asked, None), f"{label}.{asked}")
+                    attributes[used] = self._value(getattr(module, used, None), f"{label}.{used}")
         return list(texts.values()), attributes
 
     def _value(self, value: object, label: str) -> tuple[str, str]:
-        """Annotation and expression of an attribute: a plain value, or a function of torch such as an activation."""
+        """Annotation and expression of an attribute: a plain value, or a function of torch."""
         if is_literal(value):
             return ("None" if value is None else type(value).__name__), repr(value)
-        place = find_import(value, getattr(value, "__module__", None), "torch.nn.functional", "torch")
-        if place is None or not callable(value):
+        source = find_import(value, "torch.nn.functional", "torch")
+        if source is None or not callable(value):
             raise ExportError(
-                f"{label} is {value!r}; of its attributes, forward may use layers, parameters, buffers, plain values "
-                "and functions of torch"
+                f"{label} is {value!r}; forward may only use attributes that are layers, parameters, buffers, plain "
+                "values or functions of torch"
             )
-        import_usual(self.file, "Tensor")
+        self.file.import_usual("Tensor")
         self.file.import_as("Callable", "collections.abc", "Callable")
-        self.file.import_as(place[1], *place)
-        return "Callable[..., Tensor]", place[1]
+        self.file.import_as(source[1], *source)
+        return "Callable[..., Tensor]", source[1]
 
 
 CONTAINERS: dict[type[nn.Module], tuple[str, str]] = {
@@ -175,47 +179,30 @@ def _convolution(layer: layers.Conv2d, exporter: Exporter) -> Call:
     return call("nn.Conv2d", layer.inputs, layer.outputs, layer.kernel_size, **options, bias=False)
 
 
-def _linear(layer: layers.Linear, exporter: Exporter) -> Call:
-    return call("nn.Linear", layer.inputs, layer.outputs, **_unless(bias=(layer.bias is not None, True)))
+def _norm(name: str, layer: Any, *sizes: int, momentum: float = 0.1) -> Call:  # Any: one of our norms
+    return call(f"nn.{name}", *sizes, **_unless(eps=(layer.eps, 1e-5), momentum=(momentum, 0.1)))
 
 
-def _batch_norm(layer: layers.BatchNorm2d, exporter: Exporter) -> Call:
-    options = _unless(eps=(layer.eps, 1e-5), momentum=(layers.BATCH_NORM_MOMENTUM, 0.1))
-    return call("nn.BatchNorm2d", layer.width, **options)
-
-
-def _group_norm(layer: layers.GroupNorm, exporter: Exporter) -> Call:
-    return call("nn.GroupNorm", layer.groups, layer.width, **_unless(eps=(layer.eps, 1e-5)))
-
-
-def _layer_norm(layer: layers.LayerNorm, exporter: Exporter) -> Call:
-    return call("nn.LayerNorm", layer.width, **_unless(eps=(layer.eps, 1e-5)))
-
-
-def _embedding(layer: layers.Embedding, exporter: Exporter) -> Call:
-    return call("nn.Embedding", layer.entries, layer.width)
-
-
-def _scale(layer: layers.Scale, exporter: Exporter) -> Call:
-    return call(exporter.twin("Scale", SCALE), layer.weight.numel())
-
-
-LAYERS: dict[type[nn.Module], Callable[..., Call]] = {
+LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a layer of that type
     layers.Conv2d: _convolution,
-    layers.Linear: _linear,
-    layers.BatchNorm2d: _batch_norm,
-    layers.GroupNorm: _group_norm,
-    layers.LayerNorm: _layer_norm,
-    layers.Embedding: _embedding,
-    layers.Scale: _scale,
+    layers.Linear: lambda layer, exporter: call(
+        "nn.Linear", layer.inputs, layer.outputs, **_unless(bias=(layer.bias is not None, True))
+    ),
+    layers.BatchNorm2d: lambda layer, exporter: _norm(
+        "BatchNorm2d", layer, layer.width, momentum=layers.BATCH_NORM_MOMENTUM
+    ),
+    layers.GroupNorm: lambda layer, exporter: _norm("GroupNorm", layer, layer.groups, layer.width),
+    layers.LayerNorm: lambda layer, exporter: _norm("LayerNorm", layer, layer.width),
+    layers.Embedding: lambda layer, exporter: call("nn.Embedding", layer.entries, layer.width),
+    layers.Scale: lambda layer, exporter: call(exporter.twin("Scale", SCALE), layer.weight.numel()),
 }
 """Row-aware layers → their counterparts in torch.nn, with the same names for their weights."""
 
 
-def torch_constructor(layer: nn.Module, place: str) -> Call:
-    """How a layer of torch.nn was built, read from its attributes and checked by building it again."""
+def torch_constructor(layer: nn.Module, path: str) -> Call:
+    """The constructor call of a torch.nn layer, read from its attributes and checked by building it again."""
     kind, positional, keywords = type(layer), list[object](), dict[str, object]()
-    refusal = f"{place}: nn.{kind.__name__} cannot be exported, because its constructor is not readable from it"
+    refusal = f"{path}: nn.{kind.__name__} cannot be exported, because its constructor is not readable from it"
     for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in ("device", "dtype"):
             continue
@@ -231,7 +218,7 @@ def torch_constructor(layer: nn.Module, place: str) -> Call:
     without_bias = {name: value for name, value in keywords.items() if name != "bias"}
     try:
         shape = _shape(layer)
-        for options in (without_bias, keywords):  # where a norm has no weights, it has no bias anyway
+        for options in (without_bias, keywords):  # a norm without weights has no bias anyway
             with torch.device("meta"):  # draws nothing from the generator
                 again = kind(*positional, **options)
             if _shape(again) == shape:
@@ -245,7 +232,7 @@ _REMEDY = "Compose the block from simpler layers, such as nn.Conv2d, nn.Linear a
 
 
 def _shape(layer: nn.Module) -> tuple[object, ...]:
-    """Everything about a layer but the values of its weights."""
+    """Everything about a layer except the values of its weights."""
     attributes = {name: value for name, value in vars(layer).items() if name != "training" and is_literal(value)}
     public = {name: value for name, value in attributes.items() if not name.startswith("_")}
     tensors = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
@@ -254,7 +241,7 @@ def _shape(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _repeats(value: object, scalar: object) -> bool:
-    """torch keeps `stride=1` as `(1, 1)`."""
+    """Whether torch stored a number, such as `stride=1`, as a tuple, such as `(1, 1)`."""
     return isinstance(value, tuple) and bool(value) and all(entry == scalar for entry in value)
 
 
@@ -269,27 +256,15 @@ def _blank(tensor: Tensor) -> str:
 
 
 def _class_text(name: str, kind: type[nn.Module], annotations: dict[str, str], methods: list[str]) -> str:
-    lines = [f"class {name}(nn.Module):"]
     doc = inspect.cleandoc(kind.__dict__.get("__doc__") or "")
-    if doc:
-        quoted = repr(doc) if '"""' in doc or "\\" in doc else f'"""{doc}"""'
-        lines += [*_indented(quoted), ""]
+    blocks = [repr(doc) if '"""' in doc or "\\" in doc else f'"""{doc}"""'] if doc else []
     if annotations:
-        arguments = [f"{key}: {annotation}" for key, annotation in annotations.items()]
-        opening = f"    def __init__(self, {', '.join(arguments)}) -> None:"
-        if len(opening) > LINE_WIDTH:
-            opening = "\n".join(
-                ["    def __init__(", "        self,", *(f"        {a}," for a in arguments), "    ) -> None:"]
-            )
-        lines += [opening, "        super().__init__()"]
-        for key, annotation in annotations.items():
-            line = f'self.register_buffer("{key}", {key})' if annotation == "Tensor" else f"self.{key} = {key}"
-            lines.append(f"        {line}")
-        lines.append("")
-    for method in methods:
-        lines += [*_indented(method), ""]
-    return "\n".join(lines)
-
-
-def _indented(text: str) -> list[str]:
-    return [f"    {line}" if line.strip() else "" for line in text.splitlines()]
+        arguments = ("self", *(f"{key}: {annotation}" for key, annotation in annotations.items()))
+        opening = render(Call("def __init__(", tuple(("", argument) for argument in arguments), ") -> None:"), 0, 4)
+        assignments = [
+            f'self.register_buffer("{key}", {key})' if annotation == "Tensor" else f"self.{key} = {key}"
+            for key, annotation in annotations.items()
+        ]
+        blocks.append("\n    ".join([opening, "super().__init__()", *assignments]))
+    indented = [textwrap.indent(block, "    ") for block in (*blocks, *methods)]
+    return "\n".join([f"class {name}(nn.Module):", "\n\n".join(indented)])

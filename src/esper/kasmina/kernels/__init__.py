@@ -1,1 +1,1 @@
-"""All Triton code, one file per family. Import a file only on CUDA: triton comes with CUDA builds alone."""
+"""All Triton code, one file per family. Import these files only on CUDA: other builds do not include triton."""

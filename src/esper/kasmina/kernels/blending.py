@@ -1,8 +1,8 @@
-"""The CUDA kernels that turn what a group of seeds computes into what it adds to the stream.
+"""CUDA kernels that blend the output of a group of seeds into the stream.
 
-For entry e with its style, strength s and validity: s·Δ, s·h·tanh Δ or s·g·Δ, and 0 where it is padding. In torch that
-is a dozen passes over the group forwards and two dozen backwards; here it is one each. Images are stored as (batch,
-height, width, entries, channels).
+Entry e with strength s adds s·Δ, s·h·tanh Δ or s·g·Δ by its style, and 0 if it is padding. Torch needs a dozen passes
+over the group forward and two dozen backward; here it is one each. Images are stored as (batch, height, width, entries,
+channels).
 """
 
 from typing import Any
@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
+from esper.kasmina.kernels.rows import TILE, tile
 from esper.kasmina.row_layout import BACK, STORED
 from esper.leyline import BLEND_STYLES
 
 MULTIPLY = tl.constexpr(BLEND_STYLES.index("multiply"))
 GATE = tl.constexpr(BLEND_STYLES.index("gate"))
-TILE = 2048
-"""Numbers that a program holds at a time."""
 COLUMNS = 256
-"""Of these, side by side: entries times channels."""
+"""Columns of a tile: entries times channels."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -44,14 +43,6 @@ def _entries_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(sample, start, pixels, column, inside, columns, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Where a sample's next pixels lie, and which of these there are."""
-    pixel = start + tl.arange(0, ROWS)
-    seen = (pixel < pixels)[:, None] & inside[None, :]
-    return (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :], seen
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     h, delta, gate, style, strength, valid, out,
     batch, pixels, entries, channels, chunk,
@@ -65,16 +56,16 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     )
     first = tl.program_id(2) * chunk
     for start in range(first, tl.minimum(first + chunk, pixels), ROWS):
-        place, seen = _tile(sample, start, pixels, column, inside, entries * channels, ROWS)
-        d = tl.load(delta + place, mask=seen, other=0.0).to(tl.float32)
+        index, seen = tile(sample, start, pixels, column, inside, entries * channels, ROWS)
+        d = tl.load(delta + index, mask=seen, other=0.0).to(tl.float32)
         effect = factor[None, :] * d
         if multiplies:
-            x = tl.load(h + place, mask=seen & (kind == MULTIPLY)[None, :], other=0.0).to(tl.float32)
+            x = tl.load(h + index, mask=seen & (kind == MULTIPLY)[None, :], other=0.0).to(tl.float32)
             effect = tl.where((kind == MULTIPLY)[None, :], factor[None, :] * x * libdevice.tanh(d), effect)
         if gates:
             effect = tl.where((kind == GATE)[None, :], opened[None, :] * d, effect)
-        effect = tl.where(acts[None, :], effect, 0.0)  # padding may have computed anything
-        tl.store(out + place, effect, mask=seen)
+        effect = tl.where(acts[None, :], effect, 0.0)  # padding may hold anything
+        tl.store(out + index, effect, mask=seen)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,23 +82,23 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     )
     total = tl.zeros([ENTRIES * CHANNELS], dtype=tl.float32)
     for start in range(0, pixels, ROWS):
-        place, seen = _tile(sample, start, pixels, column, inside, entries * channels, ROWS)
-        g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
+        index, seen = tile(sample, start, pixels, column, inside, entries * channels, ROWS)
+        g = tl.load(gradient + index, mask=seen, other=0.0).to(tl.float32)
         result = factor[None, :] * g
         if multiplies or gates:
-            d = tl.load(delta + place, mask=seen, other=0.0).to(tl.float32)
+            d = tl.load(delta + index, mask=seen, other=0.0).to(tl.float32)
         if multiplies:
             chosen = (kind == MULTIPLY)[None, :]
-            x = tl.load(h + place, mask=seen & chosen, other=0.0).to(tl.float32)
+            x = tl.load(h + index, mask=seen & chosen, other=0.0).to(tl.float32)
             t = libdevice.tanh(d)
             through = tl.where(chosen & acts[None, :], factor[None, :] * g * t, 0.0)
-            tl.store(to_h + place, through, mask=seen)
+            tl.store(to_h + index, through, mask=seen)
             result = tl.where(chosen, factor[None, :] * g * x * (1.0 - t * t), result)
         if gates:
             chosen = (kind == GATE)[None, :]
             total += tl.sum(tl.where(chosen & acts[None, :], factor[None, :] * g * d, 0.0), 0)
             result = tl.where(chosen, opened[None, :] * g, result)
-        tl.store(to_delta + place, tl.where(acts[None, :], result, 0.0), mask=seen)
+        tl.store(to_delta + index, tl.where(acts[None, :], result, 0.0), mask=seen)
     if gates:
         summed = tl.sum(tl.reshape(total, [ENTRIES, CHANNELS]), 1)
         number = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)

@@ -1,10 +1,9 @@
-"""CUDA kernels for rows. Images are channels-last: a matrix (pixels, columns), the columns the channels of all rows.
+"""CUDA kernels for rows of channels-last images: a matrix (pixels, columns), with the channels of all rows as columns.
 
-`norm_relu_pool`: BatchNorm, ReLU and 2×2 max pooling. Apart they read and write an activation eleven times; here the
-forward reads it twice and writes a quarter, the backward reads it twice and writes it once. What the backward needs of
-the forward it computes again from the input.
-`resize_channels`: zero channels more, or channels less, per row, at the speed of a copy.
-`mix_channels`: the 1×1 convolution of every row, for which cuDNN would launch a kernel per row.
+- `norm_relu_pool`: BatchNorm, ReLU and 2×2 max pooling. Separate kernels read and write an activation eleven times.
+  Here the forward pass reads it twice and writes a quarter; the backward pass recomputes, reads twice and writes once.
+- `resize_channels`: pads or cuts the channels per row, at the speed of a copy.
+- `mix_channels`: the 1×1 convolution of every row, for which cuDNN would launch a kernel per row.
 """
 
 from typing import Any
@@ -183,10 +182,10 @@ def norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple
 @triton.jit  # type: ignore[untyped-decorator]
 def _resize_kernel(x, y, elements, before: tl.constexpr, after: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """y (…, after) is x (…, before), cut or filled up with zeros."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channel = place % after
-    value = tl.load(x + (place // after) * before + channel, mask=(place < elements) & (channel < before), other=0.0)
-    tl.store(y + place, value, mask=place < elements)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    channel = index % after
+    value = tl.load(x + (index // after) * before + channel, mask=(index < elements) & (channel < before), other=0.0)
+    tl.store(y + index, value, mask=index < elements)
 
 
 class _ResizeChannels(torch.autograd.Function):

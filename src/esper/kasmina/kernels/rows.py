@@ -1,9 +1,13 @@
 """CUDA kernels for rows of images that are stored as a matrix (batch, pixels, rows·channels).
 
-torch's own group norm wants channels first, and so copies in and out; its sums over pixels and its gathers of rows run
-at a quarter of the memory's speed in this layout.
-`take_stored`: some of the rows.  `scale_stored`: a factor per channel.  `group_norm_stored`: group normalisation.
-`same_conv`: a grouped convolution whose backward pass is one too.
+In this layout torch's group norm copies to channels-first and back, and its sums over pixels and gathers of rows reach
+a quarter of the memory bandwidth.
+
+- `take_stored`: gathers rows.
+- `scale_stored`: multiplies by a factor per channel.
+- `group_norm_stored`: group normalisation.
+- `same_conv`: a grouped convolution whose backward pass is one too.
+- `draw_rows`: gathers, shifts, flips and normalises the images of a minibatch in one pass.
 """
 
 from typing import Any
@@ -15,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE = 2048
-"""Numbers that a program holds at a time."""
+"""Numbers per program and loop step."""
 COLUMNS = 128
-"""Of these, side by side."""
+"""Columns of such a tile."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -61,13 +65,13 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     for step in range(0, PER, PIXELS):
         pixel = tl.program_id(0) * PER + step + tl.arange(0, PIXELS)
         seen = (pixel < pixels)[:, None] & inside[None, :]
-        place = pixel.to(tl.int64)[:, None] * columns + column[None, :]
-        value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+        index = pixel.to(tl.int64)[:, None] * columns + column[None, :]
+        value = tl.load(x + index, mask=seen, other=0.0).to(tl.float32)
         if backward:
-            g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
+            g = tl.load(gradient + index, mask=seen, other=0.0).to(tl.float32)
             total += tl.sum(g * value, 0)
             value = g
-        tl.store(out + place, factor[None, :] * value, mask=seen)
+        tl.store(out + index, factor[None, :] * value, mask=seen)
     if backward:
         tl.store(sums + tl.program_id(0) * columns + column, total, mask=inside)
 
@@ -111,10 +115,10 @@ def scale_stored(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(sample, start, pixels, column, columns, PIXELS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Where a sample's next pixels lie, and which of these there are."""
+def tile(sample, start, pixels, column, inside, columns, PIXELS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Indices of a sample's next pixels, and which of them exist."""
     pixel = start + tl.arange(0, PIXELS)
-    seen = (pixel < pixels)[:, None] & (column < columns)[None, :]
+    seen = (pixel < pixels)[:, None] & inside[None, :]
     return (sample * pixels + pixel).to(tl.int64)[:, None] * columns + column[None, :], seen
 
 
@@ -142,14 +146,14 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     count = pixels * WIDTH
     total = tl.zeros((GROUPS * WIDTH,), tl.float32)
     for start in range(0, pixels, PIXELS):
-        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
-        total += tl.sum(tl.load(x + place, mask=seen, other=0.0).to(tl.float32), 0)
+        index, seen = tile(sample, start, pixels, column, inside, columns, PIXELS)
+        total += tl.sum(tl.load(x + index, mask=seen, other=0.0).to(tl.float32), 0)
     mean = _per_group(total, GROUPS, WIDTH) / count
     spread = _per_column(mean, GROUPS, WIDTH)
     square = tl.zeros((GROUPS * WIDTH,), tl.float32)
     for start in range(0, pixels, PIXELS):
-        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
-        away = tl.where(seen, tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - spread[None, :], 0.0)
+        index, seen = tile(sample, start, pixels, column, inside, columns, PIXELS)
+        away = tl.where(seen, tl.load(x + index, mask=seen, other=0.0).to(tl.float32) - spread[None, :], 0.0)
         square += tl.sum(away * away, 0)
     scale = 1.0 / tl.sqrt(_per_group(square, GROUPS, WIDTH) / count + eps)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -159,9 +163,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     factor = factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) - factor * spread
     for start in range(0, pixels, PIXELS):
-        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
-        value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
-        tl.store(out + place, factor[None, :] * value + offset[None, :], mask=seen)
+        index, seen = tile(sample, start, pixels, column, inside, columns, PIXELS)
+        value = tl.load(x + index, mask=seen, other=0.0).to(tl.float32)
+        tl.store(out + index, factor[None, :] * value + offset[None, :], mask=seen)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,9 +184,9 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     plain = tl.zeros((GROUPS * WIDTH,), tl.float32)
     along = tl.zeros((GROUPS * WIDTH,), tl.float32)
     for start in range(0, pixels, PIXELS):
-        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
-        g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
-        normal = (tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+        index, seen = tile(sample, start, pixels, column, inside, columns, PIXELS)
+        g = tl.load(gradient + index, mask=seen, other=0.0).to(tl.float32)
+        normal = (tl.load(x + index, mask=seen, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
         plain += tl.sum(g, 0)
         along += tl.sum(g * normal, 0)
     tl.store(to_bias + sample * columns + column, plain, mask=inside)
@@ -193,11 +197,11 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     level = _per_column(level, GROUPS, WIDTH)
     slope = _per_column(slope, GROUPS, WIDTH)
     for start in range(0, pixels, PIXELS):
-        place, seen = _tile(sample, start, pixels, column, columns, PIXELS)
-        g = tl.load(gradient + place, mask=seen, other=0.0).to(tl.float32)
-        normal = (tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+        index, seen = tile(sample, start, pixels, column, inside, columns, PIXELS)
+        g = tl.load(gradient + index, mask=seen, other=0.0).to(tl.float32)
+        normal = (tl.load(x + index, mask=seen, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
         value = scale[None, :] * (w[None, :] * g - level[None, :] - normal * slope[None, :])
-        tl.store(out + place, value, mask=seen)
+        tl.store(out + index, value, mask=seen)
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -279,3 +283,53 @@ def same_conv(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     """x (B, G·C, H, W), weight (G·C, C, k, k) with odd k."""
     y: Tensor = _SameConv.apply(x, weight, groups)  # type: ignore[no-untyped-call]
     return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    images, chosen, down, right, flip, group, scale, offset, out,
+    batch, height, width, shift,
+    channels: tl.constexpr, columns: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One line of one sample of all rows per program; `out` is (batch, height, width, rows·channels)."""
+    sample, line = tl.program_id(0) // height, tl.program_id(0) % height
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    row, channel = column // channels, column % channels
+    index = tl.load(group + row, mask=inside, other=0) * batch + sample
+    image = tl.load(chosen + index, mask=inside, other=0).to(tl.int64)
+    y = line + tl.load(down + index, mask=inside, other=0) - shift
+    x_shift = tl.load(right + index, mask=inside, other=0) - shift
+    mirrored = tl.load(flip + index, mask=inside, other=0) != 0
+    a = tl.load(scale + channel, mask=inside, other=0.0)
+    b = tl.load(offset + channel, mask=inside, other=0.0)
+    start = (image * height + y) * width
+    for step in range(width):
+        x = tl.where(mirrored, width - 1 - step, step) + x_shift
+        seen = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        value = tl.load(images + (start + x) * channels + channel, mask=seen, other=0).to(tl.float32)
+        target = ((sample * height + line) * width + step).to(tl.int64) * columns + column
+        tl.store(out + target, value * a + b, mask=inside)
+
+
+def draw_rows(
+    images: Tensor,
+    chosen: Tensor,
+    moves: tuple[Tensor, Tensor, Tensor],
+    group: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    *,
+    shift: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(R, B, C, H, W): images (N, H, W, C) of uint8 by number (G, B), moved down and right, flipped, times scale plus
+    offset per channel; `group` (R,) says whose draw each row takes."""
+    _, height, width, channels = images.shape
+    batch, columns = chosen.shape[1], len(group) * channels
+    out = torch.empty(batch, height, width, len(group), channels, device=images.device, dtype=dtype)
+    block = triton.next_power_of_2(columns)
+    _draw_kernel[(batch * height,)](
+        images, chosen, *moves, group, scale, offset, out, batch, height, width, shift, channels, columns, block
+    )
+    return out.permute(3, 0, 4, 1, 2)

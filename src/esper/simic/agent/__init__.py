@@ -1,11 +1,12 @@
-"""Recurrent, masked, factored PPO: usable alone, on any Gymnasium environment with discrete actions."""
+"""Recurrent, masked, factored PPO, for growth and for any Gymnasium environment with discrete actions."""
 
-from esper.simic.agent.advantages import compute_gae, compute_per_head_advantages
 from esper.simic.agent.checkpoint import load_agent, save_agent
 from esper.simic.agent.config import PPOConfig
 from esper.simic.agent.environments import SpaceError
 from esper.simic.agent.learning import Learned, learn
+from esper.simic.agent.losses import compute_gae, compute_per_head_advantages
 from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics, UpdateObserver
+from esper.simic.agent.policy import LearnedPolicy, load_policy
 from esper.simic.agent.ppo import BehaviourGapError, NotFiniteError, PPOAgent
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 
@@ -13,6 +14,7 @@ __all__ = [
     "BehaviourGapError",
     "HeadMetrics",
     "Learned",
+    "LearnedPolicy",
     "NotFiniteError",
     "PPOAgent",
     "PPOConfig",
@@ -25,5 +27,6 @@ __all__ = [
     "compute_per_head_advantages",
     "learn",
     "load_agent",
+    "load_policy",
     "save_agent",
 ]

@@ -1,26 +1,26 @@
-"""Adam's step in one kernel, and with little before it."""
+"""Adam's step as one fused kernel with little overhead."""
 
 import torch
 from torch import Tensor
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's AdamW with a shorter way to its fused kernel: 0.05 ms a step for a small policy, where torch's own takes
-    0.25, most of it in Python, and `foreach` 0.36. State, groups and results are the same.
+    """torch's AdamW with less Python before its fused kernel. State, groups and results are the same.
 
-    `skip` (a number, on the device): where it is 1 the kernel leaves weights, moments and step counts alone. No sync.
+    A step of a small policy takes 0.05 ms, against 0.25 for torch's fused and 0.36 for its foreach version. If `skip`,
+    a scalar on the device, is 1, the kernel changes neither weights, moments nor step counts. No sync.
     """
 
     skip: Tensor
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody needs a closure here
-        """One step of all weights that have a gradient."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
+        """Step all weights that have a gradient."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
-            states = [self.state[weight] or self._begin(weight) for weight in weights]
-            steps = [state["step"] for state in states]
             if not weights:
                 continue
+            states = [self.state[weight] or self._begin(weight) for weight in weights]
+            steps = [state["step"] for state in states]
             torch._foreach_add_(steps, [1 - self.skip] * len(steps))
             first, second = group["betas"]
             torch._fused_adamw_(
@@ -41,10 +41,6 @@ class FusedAdamW(torch.optim.AdamW):
             )
 
     def _begin(self, weight: Tensor) -> dict[str, Tensor]:
-        state = {
-            "step": torch.zeros((), device=weight.device),
-            "exp_avg": torch.zeros_like(weight),
-            "exp_avg_sq": torch.zeros_like(weight),
-        }
-        self.state[weight] = state
+        zeros = (torch.zeros((), device=weight.device), torch.zeros_like(weight), torch.zeros_like(weight))
+        state = self.state[weight] = dict(zip(("step", "exp_avg", "exp_avg_sq"), zeros, strict=True))
         return state

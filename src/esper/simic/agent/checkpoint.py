@@ -1,9 +1,7 @@
-"""An agent on disk: a folder with `agent.json` and `agent.safetensors`, everything needed to go on.
+"""An agent on disk: a folder with `agent.json` and `agent.safetensors`, enough to resume training exactly.
 
-Weights, Adam's moments, statistics of observations and returns, the generator's state, counters and the whole
-configuration. Loading proves all of it before an agent exists, and executes nothing.
-
-Versions: 1 is the first.
+It holds weights, Adam's moments, statistics of observations and returns, the generator's state, counters and the
+configuration. Loading checks everything before it builds an agent, and executes nothing.
 """
 
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from esper.leyline.numbers import require_whole
 from esper.leyline.records import decode, encode
 from esper.simic.agent.config import CompileMode, PPOConfig
 from esper.simic.agent.ppo import PPOAgent
+from esper.simic.control import RunningMeanStd
 from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
 from esper.tamiyo import ActionTable, ObservationLayout
 
@@ -28,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """Everything but the tensors."""
+    """An agent without its tensors."""
 
     table: ActionTable
     layout: ObservationLayout
@@ -46,7 +45,7 @@ class SavedAgent:
 
 
 def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | None = None) -> None:
-    """Write an agent; `extras` are frozen dataclasses to keep beside it."""
+    """Write an agent; `extras` are frozen dataclasses to store with it."""
     saved = SavedAgent(
         agent.table,
         agent.layout,
@@ -68,10 +67,13 @@ def agent_tensors(agent: PPOAgent) -> dict[str, Tensor]:
     for name, weight in agent.network.named_parameters():
         state = agent.optimizer.state.get(weight, {})
         tensors |= {f"adam.{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
-    for part, statistics in (("observations", agent.observations), ("returns", agent.returns)):
-        tensors |= {f"{part}.{name}": value for name, value in statistics.statistics.state_dict().items()}
-    tensors["generator"] = agent.generator.get_state()
-    return tensors
+    for part, statistics in _statistics(agent).items():
+        tensors |= {f"{part}.{name}": value for name, value in statistics.state_dict().items()}
+    return tensors | {"generator": agent.generator.get_state()}
+
+
+def _statistics(agent: PPOAgent) -> dict[str, RunningMeanStd]:
+    return {"observations": agent.observations.statistics, "returns": agent.returns.statistics}
 
 
 def load_agent(
@@ -81,7 +83,7 @@ def load_agent(
     device: torch.device | str = "cpu",
     compile_mode: CompileMode | None = None,
 ) -> tuple[PPOAgent, dict[str, Any]]:  # Any: dataclasses of the given types
-    """Read an agent, and of what was kept beside it the named. `compile_mode` overrides the one that was saved."""
+    """Read an agent and the named extras. `compile_mode` overrides the stored one."""
     content, tensors = read_stored(folder, AGENT)
     wanted = {"agent": SavedAgent, **(extras or {})}
     with checkpoint_errors(str(folder)):
@@ -90,14 +92,8 @@ def load_agent(
         parts = {name: decode(kind, content[name], name) for name, kind in wanted.items()}
         saved: SavedAgent = parts.pop("agent")
         config = replace(saved.config, compile=saved.compile_mode if compile_mode is None else compile_mode)
-        agent = PPOAgent(
-            saved.table,
-            saved.layout,
-            config,
-            total_updates=saved.total_updates,
-            tasks=saved.tasks,
-            device=device,
-        )
+        total_updates, tasks = saved.total_updates, saved.tasks
+        agent = PPOAgent(saved.table, saved.layout, config, total_updates=total_updates, tasks=tasks, device=device)
         restore_tensors(agent, tensors, str(folder))
         agent.updates, agent.failures = saved.updates, saved.failures
         agent.observations.frozen = saved.observations_frozen
@@ -105,34 +101,27 @@ def load_agent(
 
 
 def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Fill an agent with these tensors, after proving that they are the ones it needs."""
+    """Restore an agent's tensors, after checking all of them."""
     weights = dict(agent.network.named_parameters())
-    trained = {name for name in weights if f"adam.step.{name}" in tensors}
-    _check_tensors(tensors, _expected_tensors(agent, trained), where)
-    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
-    agent.network.load_state_dict(
-        {name.removeprefix("network."): value for name, value in tensors.items() if name.startswith("network.")}
-    )
-    for name in trained:
-        moments = {moment: tensors[f"adam.{moment}.{name}"] for moment in MOMENTS}
-        agent.optimizer.state[weights[name]] = {
-            moment: value.to(agent.device, copy=True) for moment, value in moments.items()
-        }
-    for part, statistics in (("observations", agent.observations), ("returns", agent.returns)):
-        prefix = f"{part}."
-        statistics.statistics.load_state_dict(
-            {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        )
-
-
-def _expected_tensors(agent: PPOAgent, trained: set[str]) -> dict[str, Tensor]:
-    """Tensors of the shapes and types that the agent needs. Adam has moments of weights that had a gradient."""
+    trained = [name for name in weights if f"adam.step.{name}" in tensors]  # those that had a gradient
     expected = {name: tensor for name, tensor in agent_tensors(agent).items() if not name.startswith("adam.")}
-    for name, weight in agent.network.named_parameters():
-        if name in trained:
-            like = (weight, weight, torch.zeros(()))
-            expected |= {f"adam.{moment}.{name}": tensor for moment, tensor in zip(MOMENTS, like, strict=True)}
-    return expected
+    for name in trained:
+        moments = (weights[name], weights[name], torch.zeros(()))
+        expected |= {f"adam.{moment}.{name}": tensor for moment, tensor in zip(MOMENTS, moments, strict=True)}
+    _check_tensors(tensors, expected, where)
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
+    agent.network.load_state_dict(part("network."))
+    for name in trained:
+        moments_of = {moment: tensors[f"adam.{moment}.{name}"] for moment in MOMENTS}
+        agent.optimizer.state[weights[name]] = {
+            moment: value.to(agent.device, copy=True) for moment, value in moments_of.items()
+        }
+    for name, statistics in _statistics(agent).items():
+        statistics.load_state_dict(part(f"{name}."))
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
@@ -140,8 +129,8 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         unknown, missing = sorted(set(tensors) - set(expected)), sorted(set(expected) - set(tensors))
         raise CheckpointError(f"{where}: unknown tensors {unknown[:3]}, missing {missing[:3]}")
     for name, tensor in tensors.items():
-        found, wanted = ((tuple(each.shape), each.dtype) for each in (tensor, expected[name]))
-        if found != wanted:
-            raise CheckpointError(f"{where}: tensor {name!r} is {found}; this agent needs {wanted}")
+        own, needed = ((tuple(each.shape), each.dtype) for each in (tensor, expected[name]))
+        if own != needed:
+            raise CheckpointError(f"{where}: tensor {name!r} is {own}; this agent needs {needed}")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{where}: tensor {name!r} has numbers that are not finite")

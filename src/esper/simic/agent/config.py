@@ -14,20 +14,20 @@ Clipping = Literal["per_head", "joint"]
 CLIPPINGS: tuple[Clipping, ...] = ("per_head", "joint")
 
 ADAM_EPS = 1e-5
-"""PPO's customary value: with Adam's 1e-8 the first steps of rarely used heads are as large as the rate allows."""
+"""PPO's usual value: with Adam's 1e-8, the first steps of rarely used heads are as large as the rate allows."""
 KL_STOP = 1.5
-"""An update stops at this multiple of the target: single minibatches scatter about the mean by half as much."""
+"""An update stops at this multiple of the target, because single minibatches scatter by half the mean."""
 GAP_REFUSED = 1e-2
 """Log-probs that differ this much between collection and update belong to another policy."""
 FAILURES_ALLOWED = 3
-"""The run stops at so many updates in a row without a single finite gradient."""
+"""The run stops after this many updates in a row without a finite gradient."""
 NORM_EPS = 1e-6
-"""Added to the global norm that gradients are divided by, as torch's own clipping does."""
+"""Added to the global norm that divides gradients, as in torch's own clipping."""
 
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """Settings of the agent. What depends on the length of a run is annealed over its updates."""
+    """Settings of the agent. Schedules run over the updates of a run."""
 
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: int = 128
@@ -35,9 +35,9 @@ class PPOConfig:
     epochs: int = 4
     """Passes over a round in one update."""
     minibatches: int = 4
-    """Parts of an epoch; each holds whole rows of envs."""
+    """Minibatches per epoch; each holds whole envs."""
     pieces: int = 1
-    """Parts of a minibatch whose gradients are accumulated, to bound memory."""
+    """Pieces per minibatch; their gradients are accumulated, to bound memory."""
     gamma: float = 0.99
     """Discount per step."""
     lam: float = 0.95
@@ -45,46 +45,47 @@ class PPOConfig:
     rate: float = 1e-3
     """Adam's learning rate."""
     rate_end: float = 1.0
-    """Share of the rate at the end of the run; in between it falls linearly."""
+    """Share of the rate at the end of the run; it falls linearly."""
     clip: float = 0.2
     """The ratio of each head is clipped to 1 ± this."""
     clipping: Clipping = "per_head"
-    """Joint: one ratio for all heads of a step, against the step's own advantage (heads are then not centred)."""
+    """`joint`: one ratio for all heads of a step, with the step's advantage (heads are then not centred)."""
     centred: bool = True
-    """Advantages of a head are relative to their mean over the steps that used it; off: as they are."""
+    """Centre the advantages of each head over the steps that used it."""
     clip_end: float = 1.0
     """Share of the clip range at the end of the run."""
     target_kl: float | None = 0.03
-    """The update stops where the joint policy has moved 1.5 times this far; None: never."""
+    """The update stops when the KL of the joint policy exceeds 1.5 times this; None: never."""
     clip_norm: float = 0.5
-    """Global norm to which gradients are clipped."""
+    """Global norm at which gradients are clipped."""
     value_coefficient: float = 0.5
     value_clip: float | None = None
-    """Hold new values within ± this of the old ones, in units of the returns' deviation; None: off."""
+    """Clip new values to the old ones ± this, in standard deviations of the returns; None: off."""
     huber: float | None = None
-    """Where the value loss turns linear, in the same units; None: squared error."""
+    """Error at which the value loss turns linear, in the same units; None: squared error."""
     forced_value_weight: float = 0.2
-    """Weight in the value loss of steps that left no choice."""
+    """Weight of forced steps in the value loss."""
     critic_decay: float = 1e-4
     """Weight decay, of the critic alone."""
     entropy: float = 0.02
-    """Coefficient of the normalised entropy, mean over heads, at the start."""
+    """Initial coefficient of the normalised entropy, mean over heads."""
     entropy_end: float = 0.1
     """Share of it at the end of the run."""
     logit_penalty: float = 3e-3
-    """Coefficient of the mean square of centred legal logits, mean over heads: it brings back heads that collapsed."""
+    """Coefficient of the variance of the legal logits, mean over heads; it restores collapsed heads."""
     explore: float = 0.05
-    """Share of uniform choice in the policy at the start; 0 from `explore_until` on, and in evaluation."""
+    """Initial share of uniform choices in the policy; it falls to 0 at `explore_until`, and is 0 in evaluation."""
     explore_until: float = 0.6
+    """Share of the run."""
     advantage_floor: float = 1e-3
-    """Least standard deviation that advantages are divided by."""
+    """Minimum standard deviation that divides advantages."""
     normalise_observations: bool = True
     normalise_rewards: bool = True
     """Scale rewards by the deviation of the discounted return (`learn` only)."""
     freeze_after: float = 0.2
-    """Share of the run after which the statistics of observations stay as they are."""
+    """Share of the run after which the statistics of observations freeze."""
     compile: CompileMode = "off"
-    """`torch.compile` of encoder and heads (dynamic shapes; the LSTM is one fused kernel already)."""
+    """`torch.compile` of encoder and heads; the LSTM is one fused kernel already."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "minibatches", "pieces"):
@@ -103,7 +104,7 @@ class PPOConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise BadValueError(f"{name} {getattr(self, name)!r} is not in [0, 1]")
         if not 0 <= self.explore < 1:
-            raise BadValueError(f"explore {self.explore!r} is not in [0, 1): with 1 there is nothing to learn")
+            raise BadValueError(f"explore {self.explore!r} is not in [0, 1); with 1 there is nothing to learn")
         _require_known("compile mode", self.compile, COMPILE_MODES)
         _require_known("clipping", self.clipping, CLIPPINGS)
 
@@ -124,9 +125,9 @@ class PPOConfig:
         return self.explore * max(0.0, 1 - progress / self.explore_until) if self.explore_until else 0.0
 
 
-def _require_known(kind: str, chosen: str, known: tuple[str, ...]) -> None:
-    if chosen not in known:
-        raise UnknownNameError(kind, chosen, known)
+def _require_known(kind: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
 
 
 def _falling(end: float, progress: float) -> float:

@@ -1,4 +1,4 @@
-"""Gymnasium environments: their spaces as heads and columns, and many stepped as one batch."""
+"""Gymnasium environments: their spaces as heads and columns, and batches of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
     import gymnasium
 
 Info = dict[str, Any]  # Any: what an environment puts there
+MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
+RESET_SEEDS = 2**31
+"""Environments take seeds below this."""
 
 
 class SpaceError(BadValueError):
-    """A space that the agent cannot use, or one that differs from what it was trained for."""
+    """A space that the agent cannot use, or for which it was not trained."""
 
 
 @dataclass(frozen=True)
 class SpaceCodec:
-    """The spaces of an environment, as plain values that a checkpoint can keep."""
+    """The spaces of an environment as plain values, which a checkpoint can store."""
 
     observation_size: int
     categories: int
-    """Of a Discrete observation, which becomes one-hot; 0: a Box."""
+    """Number of values of a Discrete observation, which becomes one-hot; 0: a Box."""
     observation_start: int
     action_sizes: tuple[int, ...]
     action_starts: tuple[int, ...]
@@ -50,12 +53,11 @@ class SpaceCodec:
     def write_observation(self, observation: Any, row: NDArray[np.float32]) -> None:  # Any: as the environment gives it
         """Fill one row with an observation."""
         if self.categories:
-            place = int(observation) - self.observation_start
-            if not 0 <= place < self.categories:
+            category = int(observation) - self.observation_start
+            if not 0 <= category < self.categories:
                 last = self.observation_start + self.categories - 1
                 raise SpaceError(f"an observation of {observation}; the space has {self.observation_start} … {last}")
-            row[:] = 0.0
-            row[place] = 1.0
+            row[:] = np.arange(self.categories) == category
             return
         values = np.asarray(observation, dtype=np.float32)
         if values.size != self.observation_size:
@@ -68,69 +70,51 @@ class SpaceCodec:
         return int(action[0]) if self.single_action else action
 
     def write_mask(self, mask: Any, rows: Sequence[NDArray[np.bool_]]) -> None:  # Any: as the environment gives it
-        """Fill one row per head with a mask: one array per component, or all of them in one; None allows all."""
-        if mask is None:
-            for row in rows:
-                row[:] = True
-            return
-        flat = np.concatenate([np.asarray(part).reshape(-1) for part in mask]) if _is_nested(mask) else np.asarray(mask)
+        """Fill one row per head with a mask: one array per component, or one for all; None allows everything."""
+        mask = np.ones(sum(self.action_sizes)) if mask is None else mask
+        nested = isinstance(mask, list | tuple) and any(np.ndim(part) for part in mask)
+        flat = np.concatenate([np.asarray(part).reshape(-1) for part in mask]) if nested else np.asarray(mask)
         if flat.size != sum(self.action_sizes):
             raise SpaceError(f"an action mask of {flat.size} entries; the actions are {self.action_sizes}")
         for row, part in zip(rows, np.split(flat.reshape(-1), np.cumsum(self.action_sizes)[:-1]), strict=True):
             row[:] = part.astype(bool)
 
 
-def _is_nested(mask: Any) -> bool:  # Any: as the environment gives it
-    return isinstance(mask, list | tuple) and any(np.ndim(part) for part in mask)
-
-
 def read_spaces(env: "gymnasium.Env[Any, Any]") -> SpaceCodec:
     """The codec of an environment's spaces."""
     from gymnasium import spaces
 
-    seen, done = env.observation_space, env.action_space
-    if isinstance(seen, spaces.Discrete):
-        size, categories, start = int(seen.n), int(seen.n), int(seen.start)
-    elif isinstance(seen, spaces.Box):
-        size, categories, start = int(np.prod(seen.shape)), 0, 0
+    observed, acted = env.observation_space, env.action_space
+    if isinstance(observed, spaces.Discrete):
+        size, categories, start = int(observed.n), int(observed.n), int(observed.start)
+    elif isinstance(observed, spaces.Box):
+        size, categories, start = int(np.prod(observed.shape)), 0, 0
     else:
         raise SpaceError(
-            f"observation space {seen}; allowed: Box, Discrete. gymnasium.wrappers.FlattenObservation helps"
+            f"observation space {observed}; allowed: Box, Discrete; try gymnasium.wrappers.FlattenObservation"
         )
-    if isinstance(done, spaces.Discrete):
-        return SpaceCodec(size, categories, start, (int(done.n),), (int(done.start),), True)
-    if isinstance(done, spaces.MultiDiscrete) and done.nvec.ndim == 1:
-        starts = tuple(int(value) for value in np.broadcast_to(done.start, done.nvec.shape))
-        return SpaceCodec(size, categories, start, tuple(int(n) for n in done.nvec), starts, False)
-    raise SpaceError(f"action space {done}; allowed: Discrete, MultiDiscrete with one axis")
+    if isinstance(acted, spaces.Discrete):
+        return SpaceCodec(size, categories, start, (int(acted.n),), (int(acted.start),), True)
+    if isinstance(acted, spaces.MultiDiscrete) and acted.nvec.ndim == 1:
+        starts = np.broadcast_to(acted.start, acted.nvec.shape).tolist()
+        return SpaceCodec(size, categories, start, tuple(acted.nvec.tolist()), tuple(starts), False)
+    raise SpaceError(f"action space {acted}; allowed: Discrete, MultiDiscrete with one axis")
 
 
 def mask_of(env: "gymnasium.Env[Any, Any]", info: Info) -> Any:  # Any: as the environment gives it
-    """The mask for the next action: `info["action_mask"]`, else what the method `action_masks()` says, else None."""
+    """The mask of the next action: `info["action_mask"]`, or else the result of `action_masks()`, or else None."""
     if "action_mask" in info:
         return info["action_mask"]
     return env.get_wrapper_attr("action_masks")() if env.has_wrapper_attr("action_masks") else None
 
 
-if TYPE_CHECKING:
-    import gymnasium
-
-MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
-RESET_SEEDS = 2**31
-"""Environments take seeds below this."""
-
-
-class Outcome(NamedTuple):
-    """What a step of all environments led to; those that ended have begun anew."""
+class StepResult(NamedTuple):
+    """The result of one step of all environments, (n,) each."""
 
     rewards: Tensor
-    """(n,)"""
     terminated: Tensor
-    """(n,) bool"""
     truncated: Tensor
-    """(n,) bool: cut off, not terminated"""
-    last: Tensor | None
-    """(n, size): the observation that a truncated episode ended with, in its row; None where none was truncated"""
+    """bool: cut off without terminating"""
 
 
 class EnvBatch:
@@ -141,54 +125,48 @@ class EnvBatch:
         self.envs = [make_env() for _ in range(n)]
         codecs = [read_spaces(env) for env in self.envs]
         self.codec = codec if codec is not None else codecs[0]
-        for found in codecs:
-            if found != self.codec:
-                raise SpaceError(f"an environment with {found} beside {self.codec}: all must have the same spaces")
+        for other in codecs:
+            if other != self.codec:
+                raise SpaceError(f"an environment has {other}, another {self.codec}; all must have the same spaces")
         self._observations = np.zeros((n, self.codec.observation_size), dtype=np.float32)
         self._masks = [np.ones((n, size), dtype=np.bool_) for size in self.codec.action_sizes]
         self.observations = torch.from_numpy(self._observations)
         names = self.codec.table.names
         self.masks = {name: torch.from_numpy(mask) for name, mask in zip(names, self._masks, strict=True)}
         self.returns = np.zeros(n)
-        """Reward so far in each running episode."""
+        """Sum of rewards of each running episode."""
 
     def reset(self, seed: int) -> None:
-        """Begin an episode everywhere; each environment's own stream of episodes follows from the seed."""
-        for place in range(len(self.envs)):
-            self.reset_one(place, derive_seed(seed, "env", place) % RESET_SEEDS)
+        """Start an episode in all environments. The seed determines all of their later episodes too."""
+        for index in range(len(self.envs)):
+            self.reset_one(index, derive_seed(seed, "env", index) % RESET_SEEDS)
 
-    def reset_one(self, place: int, seed: int | None = None) -> None:
-        """Begin an episode in one environment."""
-        observation, info = self.envs[place].reset(seed=seed)
-        self.returns[place] = 0.0
-        self._take(place, observation, info)
+    def reset_one(self, index: int, seed: int | None = None) -> None:
+        """Start an episode in one environment."""
+        observation, info = self.envs[index].reset(seed=seed)
+        self.returns[index] = 0.0
+        self._write(index, observation, info)
 
-    def _take(self, place: int, observation: Any, info: dict[str, Any]) -> None:  # Any: as the environment gives it
-        self.codec.write_observation(observation, self._observations[place])
-        self.codec.write_mask(mask_of(self.envs[place], info), [mask[place] for mask in self._masks])
+    def _write(self, index: int, observation: Any, info: Info) -> None:  # Any: as the environment gives it
+        self.codec.write_observation(observation, self._observations[index])
+        self.codec.write_mask(mask_of(self.envs[index], info), [mask[index] for mask in self._masks])
 
-    def step(self, actions: Tensor, finished: Callable[[int, float], bool] | None = None) -> Outcome:
-        """Act (n, heads) everywhere. `finished(place, return)` is told of ended episodes; if it returns False no new
-        one is begun there, and its observation stays."""
+    def step(self, actions: Tensor) -> StepResult:
+        """Act (n, heads) in all environments. Where an episode ended, the caller resets; where it was truncated,
+        `observations` holds its last one."""
         n = len(self.envs)
         rewards, terminated, truncated = np.zeros(n, np.float32), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
-        last: np.ndarray[Any, np.dtype[np.float32]] | None = None
-        for place, (env, choices) in enumerate(zip(self.envs, actions.numpy(), strict=True)):
+        for index, (env, choices) in enumerate(zip(self.envs, actions.numpy(), strict=True)):
             observation, reward, ended, cut, info = env.step(self.codec.read_action(choices))
             if not np.isfinite(float(reward)):
-                raise NotFiniteError(f"environment {place} gave the reward {reward}; rewards must be finite")
-            rewards[place], terminated[place], truncated[place] = reward, ended, cut and not ended
-            self.returns[place] += float(reward)
-            if not (ended or cut):
-                self._take(place, observation, info)
-                continue
-            if truncated[place]:
-                last = np.zeros_like(self._observations) if last is None else last
-                self.codec.write_observation(observation, last[place])
-            if finished is None or finished(place, float(self.returns[place])):
-                self.reset_one(place)
-        found, ended_at, cut_at = (torch.from_numpy(values) for values in (rewards, terminated, truncated))
-        return Outcome(found, ended_at, cut_at, None if last is None else torch.from_numpy(last))
+                raise NotFiniteError(f"environment {index} gave the reward {reward}; rewards must be finite")
+            rewards[index], terminated[index], truncated[index] = reward, ended, cut and not ended
+            self.returns[index] += float(reward)
+            if truncated[index]:
+                self.codec.write_observation(observation, self._observations[index])
+            elif not ended:
+                self._write(index, observation, info)
+        return StepResult(*(torch.from_numpy(values) for values in (rewards, terminated, truncated)))
 
     def close(self) -> None:
         """Close all environments."""

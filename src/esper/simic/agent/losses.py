@@ -1,8 +1,10 @@
-"""The parts of PPO's loss: pure functions of tensors, each with a hand-computed test.
+"""Advantages and the terms of PPO's loss: pure functions of tensors.
 
-Sums are over the steps of a minibatch and are divided by what the caller gives: counts over the whole round, so that
-the gradient of a round does not depend on how it is cut into minibatches and pieces.
+Loss terms are sums over the steps of a minibatch. The caller divides them by counts over the whole round, so that the
+gradient does not depend on how a round is divided into minibatches and pieces.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +12,95 @@ from torch.nn import functional as F
 
 from esper.leyline import BadValueError
 
+CENTRED_FROM = 8
+"""A mean over fewer steps would say more about the draw than about the head."""
 LOG_RATIO_LIMIT = 20.0
 """log r is clamped to ± 20 before exp: far beyond any clip range, and e²⁰ squared is still finite in float32."""
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    bootstraps: Tensor,
+    forced: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates of all envs at once, and the returns A + V. Both are 0 after an env's last step.
+
+    All tensors are (envs, steps), `lengths` (envs,). `ends` marks the last step of a segment; `bootstraps` is the value
+    after it if the segment was truncated or cut, and 0 if it terminated. λ' is 1 if the next step is forced, else λ:
+
+        δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γ·λ'·A_{t+1}
+
+    A run of forced steps thus counts as one transition: the estimate equals that of the process in which forced steps
+    are merged into the decision before them.
+    """
+    time = torch.arange(rewards.shape[1], device=rewards.device)
+    inside = time < lengths.unsqueeze(1)
+    ends = ends | (time == lengths.unsqueeze(1) - 1)
+    next_values = torch.cat([values[:, 1:], values[:, :1]], 1).where(~ends, bootstraps)
+    deltas = rewards + gamma * next_values - values
+    traces = torch.full_like(values, gamma * lam)
+    traces[:, :-1] = traces[:, :-1].where(~forced[:, 1:], gamma)
+    traces = traces.where(~ends, 0.0)
+    deltas, traces = deltas.where(inside, 0.0), traces.where(inside, 0.0)
+    advantages, following = torch.zeros_like(values), torch.zeros_like(values[:, 0])
+    for step in reversed(range(len(time))):
+        following = deltas[:, step] + traces[:, step] * following
+        advantages[:, step] = following
+    return advantages, (advantages + values).where(inside, 0.0)
+
+
+class HeadAdvantages(NamedTuple):
+    """Advantages per head."""
+
+    by_head: tuple[Tensor, ...]
+    """(n,) per head; the first head's is the given tensor itself."""
+    uncentred: Tensor
+    """(heads,) bool: too few steps used the head to centre its advantages, or centring is off."""
+
+
+def compute_per_head_advantages(advantages: Tensor, decided: Tensor, *, centred: bool = True) -> HeadAdvantages:
+    """Advantages (n,) relative to their mean over the steps that used each head, `decided` (n, heads) bool.
+
+    Without the mean, a head that is used only when things go well would reinforce whatever it drew first. Values at
+    steps that did not use a head are meaningless.
+    """
+    if not centred:
+        return HeadAdvantages((advantages,) * decided.shape[1], torch.ones_like(decided[0]))
+    counts = decided.sum(0)
+    totals = advantages.unsqueeze(1).where(decided, 0.0).sum(0)
+    uncentred = counts < CENTRED_FROM
+    means = torch.where(uncentred, 0.0, totals / counts.clamp(min=1))
+    return HeadAdvantages((advantages, *(advantages - means[head] for head in range(1, decided.shape[1]))), uncentred)
+
+
+class Standardised(NamedTuple):
+    """Advantages on a common scale, and their moments before, (tasks,) each."""
+
+    advantages: Tensor
+    mean: Tensor
+    std: Tensor
+    floored: Tensor
+    """bool: the deviation was below the floor; False for tasks without a step"""
+
+
+def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float) -> Standardised:
+    """Centre and scale advantages (n,) per task by their moments over the steps with `weight` (n,) bool.
+
+    The floor of the deviation keeps rounds without differences from being scaled up into noise.
+    """
+    zeros = torch.zeros(n_tasks, dtype=advantages.dtype, device=advantages.device)
+    count = zeros.index_add(0, tasks, weight.to(advantages.dtype))
+    divisor = count.clamp(min=1)
+    mean = zeros.index_add(0, tasks, advantages.where(weight, 0.0)) / divisor
+    gaps = advantages - mean[tasks]
+    std = (zeros.index_add(0, tasks, gaps.square().where(weight, 0.0)) / divisor).sqrt()
+    return Standardised(gaps / std.clamp(min=floor)[tasks], mean, std, (std < floor) & (count > 0))
 
 
 def ratios(log_probs: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,8 +115,10 @@ def surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
 
 
 def joint_surrogate(log_ratio: Tensor, decided: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """The surrogate of the joint action: log-ratios (n, heads) of what was decided, advantages (n,) → the sum over
-    steps. One head that has moved far takes the gradient of all heads of its step away."""
+    """Sum over steps of the joint action's surrogate, from log-ratios (n, heads) and advantages (n,).
+
+    One head that has moved far removes the gradient of all heads of its step.
+    """
     joint = log_ratio.where(decided, 0.0).sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return masked_sum(surrogate(joint, advantages, clip), decided.any(-1))
 
@@ -42,27 +133,25 @@ def value_errors(
 ) -> Tensor:
     """Half the squared error (or Huber's loss) per step.
 
-    With `clip` the pessimistic variant: the larger of the error and that of a value held within ± clip of `old`.
+    With `clip`, the pessimistic variant: the larger of this error and that of the value clipped to `old` ± clip.
     """
-    if clip is not None and old is None:
+
+    def errors(values: Tensor) -> Tensor:
+        if huber is None:
+            return 0.5 * (values - targets).square()
+        return F.huber_loss(values, targets, reduction="none", delta=huber)
+
+    if clip is None:
+        return errors(values)
+    if old is None:
         raise BadValueError("clipping values needs the old ones, from a pass at the weights before the update")
-    errors = _errors(values, targets, huber)
-    if clip is None or old is None:
-        return errors
-    held = old + (values - old).clamp(-clip, clip)
-    return torch.maximum(errors, _errors(held, targets, huber))
-
-
-def _errors(values: Tensor, targets: Tensor, huber: float | None) -> Tensor:
-    if huber is None:
-        return 0.5 * (values - targets).square()
-    return F.huber_loss(values, targets, reduction="none", delta=huber)
+    return torch.maximum(errors(values), errors(old + (values - old).clamp(-clip, clip)))
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over steps where the mask is set, (n, …) → (…).
 
-    What it hides may be anything, even not finite. A gradient reaches it as 0, so only what it was computed from has to
-    be differentiable there; clamped ratios are.
+    Masked values may be anything, even not finite. Their gradient is 0, so only their inputs must be differentiable
+    there; clamped ratios are.
     """
     return values.where(mask, 0.0).sum(0)

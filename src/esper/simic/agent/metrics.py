@@ -1,7 +1,7 @@
-"""What an update tells about itself."""
+"""Metrics of an update: what it records of each minibatch, and their summary."""
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -9,33 +9,36 @@ from torch import Tensor, nn
 
 from esper.simic.agent import losses
 from esper.simic.agent.config import KL_STOP
-from esper.simic.agent.minibatch import Minibatch, PreparedRound
+from esper.simic.agent.minibatch import PreparedRound
+
+if TYPE_CHECKING:
+    from esper.simic.agent.ppo import PPOAgent
 
 
 @dataclass(frozen=True)
 class HeadMetrics:
-    """One head over an update; None where no step gave it a choice."""
+    """One head over an update; None if no step gave it a choice."""
 
     entropy: float | None
-    """Normalised, over the steps that used it with a choice."""
+    """Normalised, over the steps that decided it."""
     kl: float | None
     clip_fraction: float | None
     grad_norm: float
-    """Of its own weights, before clipping, mean over minibatches."""
+    """Norm over its own weights before clipping, mean over minibatches."""
     learnable_fraction: float
-    """Share of the round's steps that it could learn from."""
+    """Share of the round's steps that decided it."""
     uncentred: bool
-    """It was used in too few steps for its advantages to be centred."""
+    """Too few steps used it to centre its advantages."""
 
     @property
     def learnable(self) -> bool:
-        """Whether the round taught it anything."""
+        """Whether any step decided it."""
         return self.learnable_fraction > 0
 
 
 @dataclass(frozen=True)
 class PPOUpdateMetrics:
-    """One update. Means are over its minibatches unless something else is said."""
+    """One update. Means are over its minibatches unless stated otherwise."""
 
     policy_loss: float
     value_loss: float
@@ -43,7 +46,7 @@ class PPOUpdateMetrics:
     """Mean over heads of the normalised entropy."""
     logit_spread: float
     approx_kl: float
-    """KL of the joint action in the last minibatch that was looked at: it drives the stop."""
+    """KL of the joint action in the last minibatch evaluated; it stops the update."""
     max_kl: float
     head_kl_mean: float
     """Mean of the heads' KL, weighted by how often each decided."""
@@ -53,7 +56,7 @@ class PPOUpdateMetrics:
     pre_clip_grad_norm: float
     """Largest global norm before clipping."""
     clip_factor: float
-    """Mean factor that clipping applied; 1: none."""
+    """Mean factor of gradient clipping; 1: none."""
     minibatches_taken: int
     minibatches_not_finite: int
     epochs_run: int
@@ -61,18 +64,18 @@ class PPOUpdateMetrics:
     behaviour_gap: float
     """max |log-prob recomputed − log-prob collected|"""
     advantage_mean: float
-    """Before standardising, over steps that decided something."""
+    """Before standardising, over steps that decided anything."""
     advantage_std: float
     """Within tasks."""
     advantage_floored: bool
-    """In some task of the round advantages varied by less than the floor."""
+    """The deviation of some task's advantages was below the floor."""
     advantage_mean_after: float
     advantage_std_after: float
     return_mean: float
     return_std: float
     value_mean: float
     explained_variance: float
-    """1 − var(return − value) / var(return); 0 where returns do not vary."""
+    """1 − var(return − value) / var(return); 0 if returns do not vary."""
     forced_fraction: float
     rate: float
     entropy_coefficient: float
@@ -81,207 +84,146 @@ class PPOUpdateMetrics:
     heads: dict[str, HeadMetrics]
 
     def flat(self) -> dict[str, float]:
-        """`ppo/<name>` and `ppo/<head>/<name>` → number; what does not exist is left out."""
-        result: dict[str, float] = {}
-        for field in fields(self):
-            if field.name != "heads":
-                result[f"ppo/{field.name}"] = float(getattr(self, field.name))
+        """`ppo/<name>` and `ppo/<head>/<name>` → number, without the missing ones."""
+        numbers = {f"ppo/{name}": value for name, value in vars(self).items() if name != "heads"}
         for head, metrics in self.heads.items():
-            for field in fields(metrics):
-                value = getattr(metrics, field.name)
-                if value is not None:
-                    result[f"ppo/{head}/{field.name}"] = float(value)
-        return result
+            numbers |= {f"ppo/{head}/{name}": value for name, value in vars(metrics).items()}
+        return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 class UpdateObserver(Protocol):
-    """Is shown every minibatch of an update. It reads and changes nothing; what it wants to keep, it copies."""
+    """Sees every minibatch of an update. It must change nothing, and copy what it stores."""
 
     def on_minibatch(self, network: nn.Module, cells: Tensor, log_ratios: Tensor, decided: Tensor) -> None:
-        """The network, with gradients as they are before clipping; which cells of the round the minibatch's steps are
-        (steps,), the log-ratios of their heads and which of these were decided, (steps, heads) each."""
+        """The network with gradients before clipping; the minibatch's cells of the round (steps,), the log-ratios of
+        their heads and which of these were decided, (steps, heads) each."""
 
 
-if TYPE_CHECKING:
-    from esper.simic.agent.ppo import PPOAgent
+class MinibatchRecord(NamedTuple):
+    """What an update records of a minibatch, on the device."""
+
+    log_ratios: Tensor
+    """(steps, heads)"""
+    decided: Tensor
+    """(steps, heads) bool"""
+    figures: dict[str, Tensor]
+    """Scalars, or (heads,)"""
 
 
-class UpdateRecord:
-    """Small tensors per minibatch, left on the device. What follows from ratios is computed for all of them at once."""
-
-    def __init__(self, heads: tuple[str, ...], observer: UpdateObserver | None = None) -> None:
-        self.heads, self.observer = heads, observer
-        self.epochs = 0
-        self.minibatches: list[dict[str, Tensor]] = []
-        self.moves: list[list[tuple[Tensor, Tensor]]] = []
-        """Per minibatch its pieces: log-ratios and what was decided, (steps, heads) each"""
-        self._open: dict[str, Tensor] = {}
-        self._moves: list[tuple[Tensor, Tensor]] = []
-
-    def begin(self) -> None:
-        """A minibatch, or the same once more."""
-        self._open, self._moves = {}, []
-
-    def note_part(self, log_ratio: Tensor, decided: Tensor, **sums: Tensor) -> None:
-        """A piece of the current minibatch; sums add up."""
-        self._moves.append((log_ratio.detach(), decided))
-        for name, value in sums.items():
-            self._open[name] = self._open[name] + value.detach() if name in self._open else value.detach()
-
-    def show(self, network: nn.Module, parts: list[Minibatch]) -> None:
-        """The current minibatch, which consists of these pieces, to whoever looks on."""
-        if self.observer is not None:
-            log_ratios, decided = (torch.cat(pieces) for pieces in zip(*self._moves, strict=True))
-            self.observer.on_minibatch(network, torch.cat([part.batch.cells for part in parts]), log_ratios, decided)
-
-    def close(self, **values: Tensor) -> None:
-        """The minibatch is complete with these."""
-        self.minibatches.append({**self._open, **values})
-        self.moves.append(self._moves)
-
-    def read(self, figures: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """These figures, and each of the minibatches' stacked, (minibatches, heads) or (minibatches, 1).
-
-        In float64 on the CPU. Host sync: once per update, for all of them.
-        """
-        names = self.minibatches[0]
-        seen = {name: torch.stack([row[name] for row in self.minibatches if name in row]) for name in names}
-        everything = {**figures, **seen}
-        flat = torch.cat([tensor.double().flatten() for tensor in everything.values()]).cpu()
-        parts = dict(zip(everything, flat.split([t.numel() for t in everything.values()]), strict=True))
-        return {name: parts[name] for name in figures}, {name: parts[name].view(len(seen[name]), -1) for name in seen}
-
-    def movement(self, lesson: PreparedRound, clip: float) -> dict[str, Tensor]:
-        """How far the policy had moved at each minibatch: (minibatches, heads), (minibatches,) for the joint action."""
-        pieces = [piece for minibatch in self.moves for piece in minibatch]
-        log_ratio, decided = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        rows = [place for place, minibatch in enumerate(self.moves) for _ in minibatch]
-        which = lesson.buffer.moved(np.repeat(rows, [len(piece[0]) for piece in pieces]))
-        ratio = log_ratio.exp()
-        zeros = log_ratio.new_zeros((len(self.moves), log_ratio.shape[1]))
-        head_kl = zeros.index_add(0, which, losses.kl_terms(ratio, log_ratio).where(decided, 0.0))
-        outside = ((ratio - 1).abs() > clip) & decided
-        joint = log_ratio.where(decided, 0.0).sum(-1)
-        return {
-            "kl": head_kl.sum(-1) * lesson.per_decision,
-            "head_kl": head_kl * lesson.per_head,
-            "clipped": zeros.index_add(0, which, outside.to(zeros.dtype)) * lesson.per_head,
-            "low": zeros[:, 0].scatter_reduce(0, which, joint, "amin", include_self=False),
-            "high": zeros[:, 0].scatter_reduce(0, which, joint, "amax", include_self=False),
-        }
-
-
-def summarise(lesson: PreparedRound, record: UpdateRecord, agent: "PPOAgent") -> PPOUpdateMetrics:
+def summarise(
+    prepared: PreparedRound, records: list[MinibatchRecord], epochs: int, agent: "PPOAgent"
+) -> PPOUpdateMetrics:
     """The metrics of an update."""
-    moves = record.movement(lesson, agent.config.clip_at(agent.progress))
-    round_figures, seen = record.read(_round_figures(lesson) | moves)
-    seen |= {name: round_figures.pop(name).view(len(record.minibatches), -1) for name in moves}
-    numbers = {name: float(value) for name, value in round_figures.items() if value.numel() == 1}
-    halted, finite = seen["halted"].bool().squeeze(1), seen["norm"].isfinite().squeeze(1)
-    taken = ~halted & finite
-    mean = {name: _mean(values, ~halted) for name, values in seen.items()}
-    counts = round_figures["head_counts"]
+    config, progress, buffer = agent.config, agent.progress, prepared.buffer
+    by_round, by_minibatch = _read(prepared, records, config.clip_at(progress))
+    counts, uncentred = by_round.pop("head_counts"), by_round.pop("uncentred")
+    halted, finite = by_minibatch["halted"].bool().squeeze(1), by_minibatch["norm"].isfinite().squeeze(1)
+    mean = {name: _mean(values, ~halted) for name, values in by_minibatch.items()}
     weight = counts / counts.sum().clamp(min=1)
+    heads = {}
+    for index, name in enumerate(agent.table.names):
+        learnable = bool(counts[index] > 0)
+        entropy, kl, clipped = (
+            float(mean[key][index]) if learnable else None for key in ("entropies", "head_kl", "clipped")
+        )
+        norm, share = float(mean["head_norms"][index]), float(counts[index] / buffer.steps)
+        heads[name] = HeadMetrics(entropy, kl, clipped, norm, share, bool(uncentred[index]))
     return PPOUpdateMetrics(
         policy_loss=float(mean["policy_loss"]),
         value_loss=float(mean["value_loss"]),
         entropy=float(mean["entropies"].mean()),
         logit_spread=float(mean["spread"]),
-        approx_kl=float(seen["kl"][-1]),
-        max_kl=float(seen["kl"].max()),
+        approx_kl=float(by_minibatch["kl"][-1]),
+        max_kl=float(by_minibatch["kl"].max()),
         head_kl_mean=float((mean["head_kl"] * weight).sum()),
         clip_fraction=float((mean["clipped"] * weight).sum()),
-        joint_ratio_max=float(seen["high"].max().exp()),
-        joint_ratio_min=float(seen["low"].min().exp()),
-        pre_clip_grad_norm=float(seen["norm"].max()),
-        clip_factor=float(_mean(seen["factor"], finite)),
-        minibatches_taken=int(taken.sum()),
+        joint_ratio_max=float(by_minibatch["high"].max().exp()),
+        joint_ratio_min=float(by_minibatch["low"].min().exp()),
+        pre_clip_grad_norm=float(by_minibatch["norm"].max()),
+        clip_factor=float(_mean(by_minibatch["factor"], finite)),
+        minibatches_taken=int((~halted & finite).sum()),
         minibatches_not_finite=int((~finite).sum()),
-        epochs_run=record.epochs,
-        stopped_by_kl=_stopped(seen, agent),
-        heads=_head_metrics(lesson, mean, round_figures, record.heads),
-        rate=agent.config.rate_at(agent.progress),
-        entropy_coefficient=agent.config.entropy_at(agent.progress),
-        epsilon=lesson.buffer.epsilon,
-        steps=lesson.buffer.steps,
-        behaviour_gap=numbers["gap"],
-        advantage_mean=numbers["advantage_mean"],
-        advantage_std=numbers["advantage_std"],
-        advantage_floored=bool(numbers["floored"]),
-        advantage_mean_after=numbers["advantage_mean_after"],
-        advantage_std_after=numbers["advantage_std_after"],
-        return_mean=numbers["return_mean"],
-        return_std=numbers["return_std"],
-        value_mean=numbers["value_mean"],
-        explained_variance=numbers["explained_variance"],
-        forced_fraction=numbers["forced"],
+        epochs_run=epochs,
+        stopped_by_kl=config.target_kl is not None and bool((by_minibatch["kl"] > KL_STOP * config.target_kl).any()),
+        advantage_floored=bool(by_round.pop("floored")),
+        rate=config.rate_at(progress),
+        entropy_coefficient=config.entropy_at(progress),
+        epsilon=buffer.epsilon,
+        steps=buffer.steps,
+        heads=heads,
+        **{name: float(value) for name, value in by_round.items()},
     )
 
 
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Over the chosen minibatches, or all where none is chosen; of those that have a value, which come first."""
-    chosen = chosen[: len(values)]
-    return values[chosen].mean(0) if bool(chosen.any()) else values.mean(0)
+def _read(
+    prepared: PreparedRound, records: list[MinibatchRecord], clip: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Figures of the round, and those of minibatches (minibatches, heads or 1), in float64 on the CPU.
+
+    Host sync: one per update, for all of them. Figures that only the first epoch has come from its minibatches.
+    """
+    by_round, by_minibatch = _round_figures(prepared), _movement(prepared, records, clip)
+    for name in records[0].figures:
+        by_minibatch[name] = torch.stack([record.figures[name] for record in records if name in record.figures])
+    tensors = [*by_round.values(), *by_minibatch.values()]
+    flat = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu()
+    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+    on_host = {name: next(parts) for name in by_round}
+    return on_host, {name: next(parts).view(len(rows), -1) for name, rows in by_minibatch.items()}
 
 
-def _stopped(seen: dict[str, Tensor], agent: "PPOAgent") -> bool:
-    target = agent.config.target_kl
-    return target is not None and bool((seen["kl"] > KL_STOP * target).any())
-
-
-def _head_metrics(
-    lesson: PreparedRound, mean: dict[str, Tensor], figures: dict[str, Tensor], heads: tuple[str, ...]
-) -> dict[str, HeadMetrics]:
-    shares = figures["head_counts"] / lesson.buffer.steps
-    result = {}
-    for place, name in enumerate(heads):
-        taught = bool(figures["head_counts"][place] > 0)
-        entropy, kl, clipped = (
-            float(mean[key][place]) if taught else None for key in ("entropies", "head_kl", "clipped")
-        )
-        result[name] = HeadMetrics(
-            entropy,
-            kl,
-            clipped,
-            float(mean["head_norms"][place]),
-            float(shares[place]),
-            bool(figures["uncentred"][place]),
-        )
-    return result
-
-
-def _round_figures(lesson: PreparedRound) -> dict[str, Tensor]:
-    """Figures of the round."""
-    valid = lesson.buffer.valid.flatten()
-    forced = valid & ~lesson.reference.decided.any(-1)
-    deciding = valid & ~forced
-    returns, values = lesson.returns, lesson.buffer.values.flatten()
-    return_mean, return_var = _moments(returns, valid)
-    _, left = _moments(returns - values, valid)
-    mean, var = _moments(lesson.advantages.by_head[0], deciding)
-    standardised, shares = lesson.standardised, _task_shares(lesson, deciding)
+def _movement(prepared: PreparedRound, records: list[MinibatchRecord], clip: float) -> dict[str, Tensor]:
+    """How far the policy had moved at each minibatch: (minibatches, heads), (minibatches,) for the joint action."""
+    log_ratio, decided = (torch.cat(parts) for parts in list(zip(*records, strict=True))[:2])
+    lengths = [len(record.log_ratios) for record in records]
+    rows = prepared.buffer.moved(np.repeat(np.arange(len(records)), lengths))
+    ratio = log_ratio.exp()
+    zeros = log_ratio.new_zeros((len(records), log_ratio.shape[1]))
+    head_kl = zeros.index_add(0, rows, losses.kl_terms(ratio, log_ratio).where(decided, 0.0))
+    outside = ((ratio - 1).abs() > clip) & decided
+    joint = log_ratio.where(decided, 0.0).sum(-1)
     return {
-        "gap": lesson.reference.gap,
-        "advantage_mean": (shares * standardised.mean).sum(),
-        "advantage_std": (shares * standardised.std).sum(),
+        "kl": head_kl.sum(-1) * prepared.per_decision,
+        "head_kl": head_kl * prepared.per_head,
+        "clipped": zeros.index_add(0, rows, outside.to(zeros.dtype)) * prepared.per_head,
+        "low": zeros[:, 0].scatter_reduce(0, rows, joint, "amin", include_self=False),
+        "high": zeros[:, 0].scatter_reduce(0, rows, joint, "amax", include_self=False),
+    }
+
+
+def _round_figures(prepared: PreparedRound) -> dict[str, Tensor]:
+    """Figures of the round, most of them fields of `PPOUpdateMetrics`."""
+    buffer, standardised = prepared.buffer, prepared.standardised
+    valid = buffer.valid.flatten()
+    forced = valid & ~prepared.reference.decided.any(-1)
+    deciding = valid & ~forced
+    returns, values = prepared.returns, buffer.values.flatten()
+    return_mean, return_var = _moments(returns, valid)
+    _, residual_var = _moments(returns - values, valid)
+    mean, var = _moments(prepared.advantages.by_head[0], deciding)
+    zeros = torch.zeros_like(standardised.mean)
+    task_shares = zeros.index_add(0, buffer.cell_tasks, deciding.to(zeros.dtype)) / prepared.decisions
+    return {
+        "behaviour_gap": prepared.reference.gap,
+        "advantage_mean": (task_shares * standardised.mean).sum(),
+        "advantage_std": (task_shares * standardised.std).sum(),
         "floored": standardised.floored.any(),
         "advantage_mean_after": mean,
         "advantage_std_after": var.sqrt(),
         "return_mean": return_mean,
         "return_std": return_var.sqrt(),
         "value_mean": _moments(values, valid)[0],
-        "explained_variance": torch.where(return_var > 0, 1 - left / return_var, 0.0),
-        "forced": forced.sum() / valid.sum(),
-        "head_counts": (lesson.reference.decided & valid.unsqueeze(1)).sum(0),
-        "uncentred": lesson.advantages.uncentred,
+        "explained_variance": torch.where(return_var > 0, 1 - residual_var / return_var, 0.0),
+        "forced_fraction": forced.sum() / valid.sum(),
+        "head_counts": (prepared.reference.decided & valid.unsqueeze(1)).sum(0),
+        "uncentred": prepared.advantages.uncentred,
     }
 
 
-def _task_shares(lesson: PreparedRound, deciding: Tensor) -> Tensor:
-    """(tasks,): which share of the decisions each task has; a round need not hold all of them."""
-    tasks = lesson.buffer.tasks.repeat_interleave(lesson.buffer.capacity)
-    zeros = torch.zeros_like(lesson.standardised.mean)
-    return zeros.index_add(0, tasks, deciding.to(zeros.dtype)) / lesson.decisions
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    """Mean over the chosen minibatches, or all if none is chosen. `values` may cover only the first ones."""
+    chosen = chosen[: len(values)]
+    return values[chosen].mean(0) if bool(chosen.any()) else values.mean(0)
 
 
 def _moments(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

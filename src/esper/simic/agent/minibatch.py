@@ -1,38 +1,38 @@
-"""What a round teaches: fixed before the first epoch, and then only cut into minibatches."""
+"""A round prepared for its update, and the minibatches it is divided into."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.simic.agent.advantages import (
+from esper.simic.agent.config import GAP_REFUSED, PPOConfig
+from esper.simic.agent.losses import (
     HeadAdvantages,
     Standardised,
     compute_gae,
     compute_per_head_advantages,
     standardise,
 )
-from esper.simic.agent.config import GAP_REFUSED, PPOConfig
 from esper.simic.agent.rollout import Batch, TamiyoRolloutBuffer
 from esper.simic.control import ReturnNormalizer
 from esper.tamiyo.heads import Masks
 
 
 class Reference(NamedTuple):
-    """The policy before the update, over all cells of the round (rows × columns, …)."""
+    """The policy before the update, over all cells of the round (rows × columns)."""
 
     log_probs: Tensor
     """(cells, heads)"""
     decided: Tensor
-    """(cells, heads) bool: heads that were used and had a choice"""
+    """(cells, heads) bool: heads that were used and had several legal choices"""
     values: Tensor
     """(cells,), normalised"""
     gap: Tensor
-    """max |log-prob − the one that was collected|"""
+    """max |log-prob − collected log-prob|"""
 
     @property
     def accepted(self) -> Tensor:
-        """Whether this policy collected the round; not so where the gap is not a number."""
+        """Whether this policy collected the round; False if the gap is NaN."""
         return self.gap <= GAP_REFUSED
 
 
@@ -44,17 +44,22 @@ class Minibatch(NamedTuple):
     masks: Masks
     actions: Tensor
     log_probs: Tensor
+    """(steps, heads), of the reference; so are `decided` and `values`"""
     decided: Tensor
     values: Tensor
     advantages: Tensor
     """(steps, heads)"""
     targets: Tensor
     weights: Tensor
-    """Weight of each step in the value loss."""
+    """(steps,), in the value loss"""
 
 
 class PreparedRound(NamedTuple):
-    """A round with its advantages and targets, over all cells; and what sums over it are divided by."""
+    """A round with its advantages and value targets over all cells, fixed before the first epoch.
+
+    Sums over a minibatch are multiplied by `per_…`: minibatches per epoch / count over the round. The mean over
+    minibatches is then that of the round, whatever their sizes.
+    """
 
     buffer: TamiyoRolloutBuffer
     reference: Reference
@@ -63,28 +68,27 @@ class PreparedRound(NamedTuple):
     returns: Tensor
     """(cells,)"""
     targets: Tensor
-    """(cells,), normalised"""
+    """(cells,): normalised returns"""
     weights: Tensor
-    """(cells,): 1 where something was decided, less where the step was forced, 0 where there is none"""
+    """(cells,): 1 for decisions, less for forced steps, 0 for empty cells"""
     decisions: Tensor
-    """Steps of the round that decided anything"""
+    """Number of steps that decided anything"""
     per_head: Tensor
-    """(heads,): what sums over a minibatch are multiplied by: minibatches of an epoch / steps of the round that decided
-    this head. So the mean over minibatches is that of the round, however large each of them is."""
+    """(heads,): for sums over steps that decided each head"""
     per_decision: Tensor
-    """The same for sums over steps that decided anything"""
+    """For sums over steps that decided anything"""
     per_weight: Tensor
-    """The same for sums weighted by `weights`"""
+    """For sums weighted by `weights`"""
 
-    def part(self, batch: Batch) -> Minibatch:
-        """One gather of everything that a batch needs."""
-        buffer, cells = self.buffer, batch.cells
+    def minibatch(self, batch: Batch) -> Minibatch:
+        """Everything that the loss of a batch needs."""
+        cells, reference = batch.cells, self.reference
         return Minibatch(
             batch,
-            *gather_inputs(buffer, batch),
-            self.reference.log_probs[cells],
-            self.reference.decided[cells],
-            self.reference.values[cells],
+            *gather_inputs(self.buffer, batch),
+            reference.log_probs[cells],
+            reference.decided[cells],
+            reference.values[cells],
             torch.stack([advantages[cells] for advantages in self.advantages.by_head], -1),
             self.targets[cells],
             self.weights[cells],
@@ -105,29 +109,20 @@ def prepare_round(
     config: PPOConfig,
     minibatches: int,
 ) -> PreparedRound:
-    """Advantages, returns and targets of a round. The statistics of returns take it in, unless it is refused or holds
-    a return that is not finite."""
-    valid = buffer.valid
+    """Advantages, returns and targets of a round.
+
+    Updates the statistics of returns, unless the round is refused or a return is not finite.
+    """
     forced = ~reference.decided.any(-1)
-    advantages, returns = compute_gae(
-        buffer.rewards,
-        buffer.values,
-        buffer.ends,
-        buffer.bootstraps,
-        forced.view_as(valid),
-        buffer.lengths,
-        gamma=config.gamma,
-        lam=config.lam,
-    )
-    valid, advantages, returns = valid.flatten(), advantages.flatten(), returns.flatten()
-    tasks = buffer.tasks.repeat_interleave(buffer.capacity)
-    deciding = valid & ~forced
+    cells = (buffer.rewards, buffer.values, buffer.ends, buffer.bootstraps, forced.view_as(buffer.ends))
+    estimates = compute_gae(*cells, buffer.lengths, gamma=config.gamma, lam=config.lam)
+    valid, advantages, returns = (tensor.flatten() for tensor in (buffer.valid, *estimates))
+    deciding, tasks = valid & ~forced, buffer.cell_tasks
     n_tasks = len(returns_normalizer.statistics.mean)
     standardised = standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
     decided = reference.decided & valid.unsqueeze(1)
-    # Decided on the device, without a sync: statistics that nothing is chosen for stay as they are.
-    sound = reference.accepted & returns.isfinite().all()
-    returns_normalizer.update(returns, tasks, valid & sound)
+    # Selected on the device, without a sync: statistics without a selected value stay as they are.
+    returns_normalizer.update(returns, tasks, valid & reference.accepted & returns.isfinite().all())
     weights = torch.where(deciding, 1.0, config.forced_value_weight) * valid
     weight, decisions = weights.sum(), deciding.sum().clamp(min=1)
     return PreparedRound(

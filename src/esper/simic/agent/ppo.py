@@ -23,7 +23,7 @@ from esper.simic.agent.config import (
     CompileMode,
     PPOConfig,
 )
-from esper.simic.agent.metrics import PPOUpdateMetrics, UpdateObserver, UpdateRecord, summarise
+from esper.simic.agent.metrics import MinibatchRecord, PPOUpdateMetrics, UpdateObserver, summarise
 from esper.simic.agent.minibatch import Minibatch, PreparedRound, Reference, gather_inputs, prepare_round
 from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
 from esper.simic.control import ObservationNormalizer, ReturnNormalizer
@@ -33,23 +33,23 @@ from esper.tamiyo.network import Encoded, HiddenState
 
 T = TypeVar("T")
 COMPILERS = ("torch._dynamo", "torch._inductor")
-"""Modules whose errors are the compiler's, not the network's."""
+"""Modules whose errors come from the compiler, not from the network."""
 
 
 class BehaviourGapError(EsperError, RuntimeError):
-    """The round was collected by another policy than the one that is to learn from it."""
+    """Another policy than the agent's collected the round."""
 
 
 class NotFiniteError(EsperError, FloatingPointError):
-    """Observations, rewards or gradients that are not finite."""
+    """An observation, reward or gradient is not finite."""
 
 
 class PPOAgent:
     """A policy with its optimiser, normalisers and schedules.
 
-    One round: `act` for every step into a `TamiyoRolloutBuffer`, `recompute_values` where the end of an episode tells
-    the critic more, then `update`. All randomness comes from the agent's own generator, on the CPU, so that results do
-    not depend on the device.
+    One round: `act` for every step into a `TamiyoRolloutBuffer`, `recompute_values` if the end of an episode tells the
+    critic more, then `update`. All randomness comes from the agent's own generator, on the CPU, so that draws do not
+    depend on the device.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PPOAgent:
         rng_seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`total_updates`: the length of the run, over which rates and exploration are annealed."""
+        """`total_updates` is the length of the run, over which rates and exploration are annealed."""
         require_whole("total_updates", total_updates, 1)
         require_whole("tasks", tasks, 1)
         self.table, self.layout = table, layout
@@ -77,9 +77,9 @@ class PPOAgent:
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.observations = ObservationNormalizer(layout.columns(), device=self.device)
         self.returns = ReturnNormalizer(tasks, device=self.device)
-        named = list(self.network.named_parameters())
-        critic = [weight for name, weight in named if name.startswith("critic")]
+        named = sorted(self.network.named_parameters(), key=lambda item: item[0].startswith("critic"))
         others = [weight for name, weight in named if not name.startswith("critic")]
+        critic = [weight for name, weight in named if name.startswith("critic")]
         self._weights: list[Parameter] = [*others, *critic]
         self.optimizer = FusedAdamW(
             [{"params": others, "weight_decay": 0.0}, {"params": critic, "weight_decay": self.config.critic_decay}],
@@ -87,52 +87,50 @@ class PPOAgent:
             eps=ADAM_EPS,
             fused=True,
         )
-        owned = [[name.startswith(f"heads.{head}.") for head in table.names] for name, _ in named]
-        own = dict(zip((weight for _, weight in named), owned, strict=True))
-        self._owners = torch.tensor([own[weight] for weight in self._weights], device=self.device)
-        """(weights, heads) bool: which weights are a head's own."""
+        owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name, _ in named]
+        self._owners = torch.tensor(owners, device=self.device)
+        """(weights, heads) bool: which weights belong to which head."""
         self._encode: Callable[[Tensor], Encoded]
         self._decide: Callable[..., Decision]
         self.compile(self.config.compile)
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done."""
+        """Completed share of the run."""
         return min(1.0, self.updates / self.total_updates)
 
     @property
     def epsilon(self) -> float:
-        """Share of uniform choice to collect the next round with."""
+        """Share of uniform choices in the next round."""
         return self.config.explore_at(self.progress)
 
     def compile(self, mode: CompileMode) -> None:
-        """Compile encoder and heads for the update, or go back to eager. `act` is always eager.
+        """Compile encoder and heads for the update, or return to eager mode. `act` is always eager.
 
-        Shapes are dynamic: rounds differ in how they are cut. No CUDA graphs, which want fixed shapes. The network
-        itself stays as it is, so that checkpoints do not depend on this.
+        Shapes are dynamic because rounds differ in their sequences, so there are no CUDA graphs. The network itself is
+        unchanged, so checkpoints do not depend on this.
         """
         if mode not in COMPILE_MODES:
             raise UnknownNameError("compile mode", mode, COMPILE_MODES)
         self.compile_mode: CompileMode = mode
         self._encode, self._decide = self.network.encode, self.network.decide
         if mode != "off":
-            _ = self.table.everything_matters  # remembered from here on: in there, finding out breaks the graph
             self._encode = torch.compile(self.network.encode, mode=mode, dynamic=True)
             self._decide = torch.compile(self.network.decide, mode=mode, dynamic=True)
 
     def _or_eager(self, work: Callable[[], T]) -> T:
-        """Do this; where the compiler fails, say so, give it up, and do it once more."""
+        """Do the work. If the compiler fails, warn, return to eager mode and do it again."""
         try:
             return work()
         except Exception as error:
             if self.compile_mode == "off" or not type(error).__module__.startswith(COMPILERS):
                 raise
-            warnings.warn(f"torch.compile failed, going on without: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"torch.compile failed, continuing without it: {error}", RuntimeWarning, stacklevel=3)
             self.compile("off")
             return work()
 
     def normalise(self, raw: Tensor) -> Tensor:
-        """Raw observations (n, size), on the agent's device, as the policy sees them."""
+        """Normalise raw observations (n, size) on the agent's device."""
         return self.observations(raw) if self.config.normalise_observations else raw
 
     # -- acting -------------------------------------------------------------------------------------------------------
@@ -148,10 +146,10 @@ class PPOAgent:
         uniform: Tensor | None = None,
         greedy: bool = False,
     ) -> tuple[Decision, Tensor, HiddenState]:
-        """Actions, the critic's outputs (n,) (see `values_of`), and the memory after this step.
+        """Actions, the critic's outputs (n,) (see `values_of`), and the next hidden state.
 
-        Observations (n, size) are normalised ones. `uniform` (n, heads) are the draws; without them the agent's
-        generator is used. Host sync: one, which finds empty masks and numbers that are not finite in all heads at once.
+        Observations (n, size) are normalised. `uniform` (n, heads) are the draws; by default the agent's generator
+        makes them. Host sync: one, which checks all heads for empty masks and numbers that are not finite.
         """
         if not greedy and uniform is None:
             uniform = torch.rand((len(observations), len(self.table)), generator=self.generator)
@@ -166,18 +164,20 @@ class PPOAgent:
         return decision, values, hidden_state
 
     def _explain(self, observations: Tensor, decision: Decision) -> None:
-        if not bool(observations.isfinite().all()):
-            env, column = (~observations.isfinite()).nonzero()[0].tolist()
+        """Raise an error that names the cause."""
+        if len(bad := (~observations.isfinite()).nonzero()):
+            env, column = bad[0].tolist()
             name = self.layout.column_names[int(self.layout.columns()[column])]
             raise NotFiniteError(
                 f"column {column} ({name}) of the observation of env {env} is {float(observations[env, column])}; "
-                "mend the environment"
+                "fix the environment"
             )
-        if bool((decision.choices == 0).any()):
-            env, head = (decision.choices == 0).nonzero()[0].tolist()
-            name = self.table.names[head]
-            raise EmptyMaskError(f"the mask of head {name!r} allows env {env} nothing; allow at least one choice")
-        raise NotFiniteError("the policy's output is not finite: its weights are damaged; go back to a checkpoint")
+        if len(empty := (decision.choices == 0).nonzero()):
+            env, head = empty[0].tolist()
+            raise EmptyMaskError(
+                f"the mask of head {self.table.names[head]!r} allows env {env} nothing; allow at least one choice"
+            )
+        raise NotFiniteError("the policy's output is not finite: its weights are damaged; return to a checkpoint")
 
     def values_of(self, values: Tensor, tasks: Tensor) -> Tensor:
         """The critic's outputs (n,) as returns of these tasks (n,)."""
@@ -185,58 +185,68 @@ class PPOAgent:
 
     @torch.no_grad()
     def recompute_values(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Values of a whole round anew, where observations have since learnt what only the end tells. Host sync: one,
-        where rows are cut."""
+        """Recompute the values of a round after its observations have changed. Host sync: one, for `ends`."""
         sequences = buffer.sequences()
         batch = buffer.batch(sequences, np.unique(sequences.rows).tolist())
         encoded = self.network.encode(buffer.observations.flatten(0, 1)[batch.cells])
         core = self.network.unroll(encoded.trunk, batch.stretches, batch.hidden_state)
-        tasks = buffer.tasks.repeat_interleave(buffer.capacity)[batch.cells]
-        buffer.values.view(-1)[batch.cells] = self.values_of(self.network.value(core, encoded), tasks)
+        values = self.values_of(self.network.value(core, encoded), buffer.cell_tasks[batch.cells])
+        buffer.values.view(-1)[batch.cells] = values
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
-        """Learn from a round. Host syncs: epochs + 2 at most (where rows are cut, one per epoch, the metrics).
+        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics).
 
-        An observer is shown every minibatch; nothing depends on it.
+        The observer sees every minibatch and changes nothing.
         """
+        config, progress = self.config, self.progress
         self._check(buffer)
         sequences = buffer.sequences()
-        batches = self._partition(buffer, sequences)
-        reference = self._or_eager(lambda: self._reference(buffer, batches))
-        lesson = prepare_round(buffer, reference, self.returns, self.config, len(batches))
-        self._set_rate()
-        record = UpdateRecord(self.table.names, observer)
-        halted = ~reference.accepted
-        parts: list[Minibatch] = []
-        for epoch in range(self.config.epochs):
-            if epoch and len(batches) > 1:
-                batches = self._partition(buffer, sequences)
-            for minibatch in batches:
-                if not epoch or len(batches) > 1:  # a round in one minibatch is gathered once
-                    parts = [lesson.part(batch) for batch in minibatch]
-                halted = self._learn(lesson, parts, halted, record)
-            record.epochs += 1
-            if bool(halted):  # host sync: once per epoch
+        partition = self._partition(buffer, sequences)
+        reference = self._or_eager(lambda: self._reference(buffer, partition))
+        prepared = prepare_round(buffer, reference, self.returns, config, len(partition))
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.rate_at(progress)
+        # What has no weight in the loss is measured in the first epoch only.
+        regularised = config.entropy_at(progress) > 0 or config.logit_penalty > 0
+        halted = ~reference.accepted  # on the device; once set, no step is taken
+        records: list[MinibatchRecord] = []
+        pieces: list[Minibatch] = []
+        for epoch in range(config.epochs):
+            if epoch and len(partition) > 1:
+                partition = self._partition(buffer, sequences)
+            for batches in partition:
+                if not epoch or len(partition) > 1:  # a round in a single minibatch is gathered once
+                    pieces = [prepared.minibatch(batch) for batch in batches]
+                record, kl = self._differentiate(prepared, pieces, measured=regularised or not epoch)
+                if config.target_kl is not None:
+                    halted = halted | ~(kl <= KL_STOP * config.target_kl)
+                if observer is not None:
+                    cells = torch.cat([piece.batch.cells for piece in pieces])
+                    observer.on_minibatch(self.network, cells, record.log_ratios, record.decided)
+                norm, factor, head_norms = self._clip()
+                self.optimizer.skip = (halted | ~norm.isfinite()).float()
+                self.optimizer.step()
+                record.figures.update(halted=halted, norm=norm, factor=factor, head_norms=head_norms)
+                records.append(record)
+            if bool(halted):  # host sync: one per epoch
                 break
-        metrics = summarise(lesson, record, self)
-        self._settle(metrics)
+        metrics = summarise(prepared, records, epoch + 1, self)
+        self._count(metrics)
         return metrics
 
     def _check(self, buffer: TamiyoRolloutBuffer) -> None:
+        """Raise unless the buffer holds a round of this agent."""
         if buffer.table != self.table:
-            theirs, own = ({head.name: head.size for head in table.heads} for table in (buffer.table, self.table))
-            remark = "; they depend on each other in other ways" if theirs == own else ""
-            raise BadValueError(f"a buffer of heads {theirs} for a policy of heads {own}{remark}")
+            sizes, expected = ({head.name: head.size for head in table.heads} for table in (buffer.table, self.table))
+            remark = "; their masks or uses differ" if sizes == expected else ""
+            raise BadValueError(f"the buffer has heads {sizes}, the policy has {expected}{remark}")
         if buffer.device.type != self.device.type:
-            raise BadValueError(f"a buffer on {buffer.device} for a policy on {self.device}")
-        sizes = (buffer.observations.shape[-1], buffer.hidden_state[0].shape[-1])
-        if sizes != (self.layout.size, self.config.network.hidden):
-            raise BadValueError(
-                f"a buffer of (observation, memory) sizes {sizes} for a policy of "
-                f"{(self.layout.size, self.config.network.hidden)}"
-            )
+            raise BadValueError(f"the buffer is on {buffer.device}, the policy on {self.device}")
+        own = (buffer.observations.shape[-1], buffer.hidden_state[0].shape[-1])
+        if own != (needed := (self.layout.size, self.config.network.hidden)):
+            raise BadValueError(f"the buffer has (observation, hidden) sizes {own}, the policy has {needed}")
         if not buffer.steps:
             raise BadValueError("the buffer is empty: collect a round first")
 
@@ -244,10 +254,10 @@ class PPOAgent:
         """Minibatches of whole rows, shuffled over envs, each in pieces. Every row with a step occurs once."""
         filled = np.unique(sequences.rows)
         order = filled[torch.randperm(len(filled), generator=self.generator).numpy()].tolist()
-        count = min(self.config.minibatches, len(filled))
-        minibatches = [order[place::count] for place in range(count)]
-        cut = [[rows[p :: self.config.pieces] for p in range(self.config.pieces)] for rows in minibatches]
-        return [[buffer.batch(sequences, rows) for rows in pieces if rows] for pieces in cut]
+        count, pieces = min(self.config.minibatches, len(filled)), self.config.pieces
+        minibatches = [order[start::count] for start in range(count)]
+        divided = [[rows[start::pieces] for start in range(pieces)] for rows in minibatches]
+        return [[buffer.batch(sequences, rows) for rows in parts if rows] for parts in divided]
 
     def _evaluate(
         self, observations: Tensor, masks: Masks, actions: Tensor, batch: Batch, epsilon: float, *, measured: bool
@@ -258,14 +268,15 @@ class PPOAgent:
         decision = self._decide(core, encoded, masks, epsilon, actions=actions, measured=measured)
         return decision, self.network.value(core, encoded)
 
-    def _reference(self, buffer: TamiyoRolloutBuffer, batches: list[list[Batch]]) -> Reference:
-        """The policy before the first step, on the first epoch's minibatches: with the same kernels on the same shapes,
-        the first ratios are exactly 1. (Without autograd the LSTM takes another kernel.)"""
-        cells = buffer.n_envs * buffer.capacity
-        log_probs = torch.zeros((cells, len(self.table)), device=self.device)
-        decided = torch.zeros((cells, len(self.table)), dtype=torch.bool, device=self.device)
-        values = torch.zeros(cells, device=self.device)
-        for batch in (piece for minibatch in batches for piece in minibatch):
+    def _reference(self, buffer: TamiyoRolloutBuffer, partition: list[list[Batch]]) -> Reference:
+        """The policy before the update, on the first epoch's minibatches.
+
+        The same kernels on the same shapes make the first ratios exactly 1. (Without autograd the LSTM uses another.)
+        """
+        log_probs = torch.zeros_like(buffer.log_probs).flatten(0, 1)
+        decided = torch.zeros_like(log_probs, dtype=torch.bool)
+        values = torch.zeros_like(log_probs[:, 0])
+        for batch in (batch for batches in partition for batch in batches):
             decision, value = self._evaluate(*gather_inputs(buffer, batch), batch, buffer.epsilon, measured=False)
             log_probs[batch.cells] = decision.log_probs.detach()
             decided[batch.cells] = decision.decided
@@ -273,63 +284,61 @@ class PPOAgent:
         gaps = (log_probs - buffer.log_probs.flatten(0, 1)).abs().where(buffer.valid.flatten().unsqueeze(1), 0.0)
         return Reference(log_probs, decided, values, gaps.amax())
 
-    def _learn(self, lesson: PreparedRound, parts: list[Minibatch], halted: Tensor, record: UpdateRecord) -> Tensor:
-        """One minibatch. Returns whether this step, and with it every later one, is not to be taken."""
-        kl = self._or_eager(lambda: self._differentiate(lesson, parts, record))
-        if kl is not None and self.config.target_kl is not None:
-            halted = halted | ~(kl <= KL_STOP * self.config.target_kl)
-        record.show(self.network, parts)
-        norm, factor, head_norms = self._clip()
-        self._step(halted, norm.isfinite())
-        record.close(halted=halted, norm=norm, factor=factor, head_norms=head_norms)
-        return halted
+    def _differentiate(
+        self, prepared: PreparedRound, pieces: list[Minibatch], *, measured: bool
+    ) -> tuple[MinibatchRecord, Tensor]:
+        """Gradients of a minibatch, accumulated over its pieces; its record, and the joint action's KL."""
 
-    def _differentiate(self, lesson: PreparedRound, parts: list[Minibatch], record: UpdateRecord) -> Tensor | None:
-        """Gradients of a minibatch, piece by piece. Returns the joint action's KL where an update may stop by it."""
-        for weight in self._weights:
-            weight.grad = None
-        record.begin()
-        kl: Tensor | None = None
-        for part in parts:
-            loss, part_kl = self._loss(lesson, part, record)
-            loss.backward()
-            kl = part_kl if kl is None or part_kl is None else kl + part_kl
-        return kl
+        def accumulate() -> tuple[MinibatchRecord, Tensor]:
+            for weight in self._weights:
+                weight.grad = None
+            log_ratios: list[Tensor] = []
+            figures: dict[str, Tensor] = {}
+            for piece in pieces:
+                loss, log_ratio, terms = self._loss(prepared, piece, measured=measured)
+                loss.backward()
+                log_ratios.append(log_ratio.detach())
+                for name, term in terms.items():
+                    figures[name] = figures[name] + term.detach() if name in figures else term.detach()
+            kl = figures.pop("kl")
+            return MinibatchRecord(torch.cat(log_ratios), torch.cat([piece.decided for piece in pieces]), figures), kl
 
-    def _loss(self, lesson: PreparedRound, part: Minibatch, record: UpdateRecord) -> tuple[Tensor, Tensor | None]:
-        """The loss of a piece, and its share of the minibatch's KL where that is needed.
+        return self._or_eager(accumulate)
 
-        Each mean divides by the count over the whole round × 1/minibatches, however large the minibatch is.
+    def _loss(
+        self, prepared: PreparedRound, piece: Minibatch, *, measured: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The loss of a piece, its log-ratios, and its share of the minibatch's loss terms and KL.
+
+        Every mean divides by the count over the whole round × 1/minibatches, whatever the size of the minibatch.
         """
-        config = self.config
-        entropy, penalty = config.entropy_at(self.progress), config.logit_penalty
-        # What has no weight is not differentiated, and measured in the first epoch only.
-        measured = entropy > 0 or penalty > 0 or not record.epochs
-        decision, values = self._evaluate(
-            part.observations, part.masks, part.actions, part.batch, lesson.buffer.epsilon, measured=measured
-        )
-        ratio, log_ratio = losses.ratios(decision.log_probs, part.log_probs)
-        clip = config.clip_at(self.progress)
+        config, decided = self.config, piece.decided
+        entropy_coefficient, clip = config.entropy_at(self.progress), config.clip_at(self.progress)
+        inputs = (piece.observations, piece.masks, piece.actions, piece.batch)
+        decision, values = self._evaluate(*inputs, prepared.buffer.epsilon, measured=measured)
+        ratio, log_ratio = losses.ratios(decision.log_probs, piece.log_probs)
         if config.clipping == "joint":
-            gain = losses.joint_surrogate(log_ratio, part.decided, part.advantages[:, 0], clip) * lesson.per_decision
+            sums = losses.joint_surrogate(log_ratio, decided, piece.advantages[:, 0], clip)
+            policy_loss = sums * prepared.per_decision
         else:
-            gain = losses.masked_sum(losses.surrogate(ratio, part.advantages, clip), part.decided) @ lesson.per_head
-        errors = losses.value_errors(values, part.targets, old=part.values, clip=config.value_clip, huber=config.huber)
-        value_loss = (errors @ part.weights) * lesson.per_weight
-        loss = gain + config.value_coefficient * value_loss
-        sums = {"policy_loss": gain, "value_loss": value_loss}
-        if measured:
-            entropies = losses.masked_sum(decision.entropies, part.decided) * lesson.per_head
-            spread = (losses.masked_sum(decision.spreads, part.decided) * lesson.per_head).mean()
-            sums |= {"entropies": entropies, "spread": spread}
-            loss = loss - entropy * entropies.mean() if entropy > 0 else loss
-            loss = loss + penalty * spread if penalty > 0 else loss
-        record.note_part(log_ratio, part.decided, **sums)
-        if config.target_kl is None:
-            return loss, None
+            policy_loss = (
+                losses.masked_sum(losses.surrogate(ratio, piece.advantages, clip), decided) @ prepared.per_head
+            )
+        errors = losses.value_errors(
+            values, piece.targets, old=piece.values, clip=config.value_clip, huber=config.huber
+        )
+        value_loss = (errors @ piece.weights) * prepared.per_weight
+        loss = policy_loss + config.value_coefficient * value_loss
         with torch.no_grad():
-            kl = losses.masked_sum(losses.kl_terms(ratio, log_ratio), part.decided)
-            return loss, kl.sum() * lesson.per_decision
+            kl = losses.masked_sum(losses.kl_terms(ratio, log_ratio), decided).sum() * prepared.per_decision
+        terms = {"policy_loss": policy_loss, "value_loss": value_loss, "kl": kl}
+        if measured:
+            entropies = losses.masked_sum(decision.entropies, decided) * prepared.per_head
+            spread = (losses.masked_sum(decision.spreads, decided) * prepared.per_head).mean()
+            terms |= {"entropies": entropies, "spread": spread}
+            loss = loss - entropy_coefficient * entropies.mean() if entropy_coefficient > 0 else loss
+            loss = loss + config.logit_penalty * spread if config.logit_penalty > 0 else loss
+        return loss, log_ratio, terms
 
     def _clip(self) -> tuple[Tensor, Tensor, Tensor]:
         """Scale all gradients to the clip norm. Returns their global norm before, the factor, and each head's norm."""
@@ -340,29 +349,21 @@ class PPOAgent:
         torch._foreach_mul_(gradients, factor)
         return total, factor, norms.square().unsqueeze(1).where(self._owners, 0.0).sum(0).sqrt()
 
-    def _step(self, halted: Tensor, finite: Tensor) -> None:
-        """Adam's step, unless it is halted or a gradient is not finite: neither reaches a weight."""
-        self.optimizer.skip = (halted | ~finite).float()
-        self.optimizer.step()
-
-    def _set_rate(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.rate_at(self.progress)
-
-    def _settle(self, metrics: PPOUpdateMetrics) -> None:
-        """Advance the schedules, unless nothing was learnt; raise where something is wrong with the round."""
+    def _count(self, metrics: PPOUpdateMetrics) -> None:
+        """Count the update, unless nothing was learnt. Raises if another policy collected the round, or no gradient
+        has been finite for too long."""
         if not metrics.behaviour_gap <= GAP_REFUSED:
             raise BehaviourGapError(
                 f"log-probs differ by {metrics.behaviour_gap:.2g} between collection and update (limit {GAP_REFUSED}); "
-                "the round was collected with other weights, observations, masks or memory"
+                "the round was collected with other weights, observations, masks or hidden states"
             )
-        if metrics.minibatches_not_finite and not metrics.minibatches_taken:
-            self.failures += 1
-            if self.failures >= FAILURES_ALLOWED:
-                raise NotFiniteError(
-                    f"no finite gradient in {self.failures} updates in a row; look at rewards and observations, or "
-                    f"go back to a checkpoint with a smaller rate than {self.config.rate}"
-                )
+        if metrics.minibatches_taken or not metrics.minibatches_not_finite:
+            self.failures = 0
+            self.updates += 1
             return
-        self.failures = 0
-        self.updates += 1
+        self.failures += 1
+        if self.failures >= FAILURES_ALLOWED:
+            raise NotFiniteError(
+                f"no finite gradient in {self.failures} updates in a row; check rewards and observations, or return to "
+                f"a checkpoint with a smaller rate than {self.config.rate}"
+            )

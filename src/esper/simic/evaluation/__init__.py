@@ -1,1 +1,1 @@
-"""Policies compared on hosts that none of them has seen."""
+"""Compares policies on hosts that none of them has seen."""

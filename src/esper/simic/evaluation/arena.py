@@ -1,124 +1,180 @@
-"""Many candidates on many hosts: a group is one host, its members differ in their candidate and share one control."""
+"""Episodes of policies, packed into fleets: a group is one host, its members are policies that share one control."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from esper.leyline import HeadPreset, objective
+from esper.kasmina.slot import Isolation
+from esper.leyline import HeadPreset
 from esper.leyline.progress import Advance
-from esper.simic.training.episode import EpisodeRunner, StepResult
-from esper.simic.training.hosts import Groups, growth_fleet, host_seed
-from esper.tamiyo import ActionTable, Policy
+from esper.simic.agent.policy import LearnedPolicy
+from esper.simic.evaluation.costs import CostMeter, Structure
+from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
+from esper.simic.training.hosts import Groups, growth_fleet
+from esper.tamiyo import ActionTable
+from esper.tamiyo.policy import Policy, PolicyState, PolicyView
 from esper.tolaria import Task
-from esper.tolaria.batches import Batches
 
 AT_ONCE = 64
 """Envs per fleet, controls included."""
 
 Candidate = TypeVar("Candidate")
-MakePolicy = Callable[[ActionTable, Sequence[Candidate]], Policy]
-"""One policy over a fleet whose envs have these candidates, one each."""
+Item = TypeVar("Item")
+MakePolicy = Callable[[EpisodeRunner, Sequence[Candidate]], Policy]
+"""One policy for a fleet whose groups consist of these candidates."""
+Measure = Callable[[EpisodeRunner, StepResult], Tensor]
+"""Figures of every grown env (n, …) at the end of an episode."""
 
 
-class Block(NamedTuple):
-    """An episode of some candidates on some hosts, both given by their places; env = host × candidate."""
+class SideBySide:
+    """Several policies in one fleet; each controls one env of every group."""
 
-    candidates: range
-    hosts: range
-    runner: EpisodeRunner
-    result: StepResult
-    """Of the last step"""
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policies = tuple(policies)
 
-    def by_host(self, values: Tensor) -> Tensor:
-        """(grown envs,) → (hosts, candidates)."""
-        return values.view(self.runner.groups.count, -1)[: len(self.hosts), : len(self.candidates)]
+    @property
+    def table(self) -> ActionTable:
+        """The heads of their actions."""
+        return self.policies[0].table
+
+    def initial_state(self, seeds: list[int]) -> list[PolicyState]:
+        """The initial state of each policy."""
+        return [policy.initial_state(seeds[self._rows(index)]) for index, policy in enumerate(self.policies)]
+
+    def act(
+        self, view: PolicyView, hidden_state: list[PolicyState], uniform: Tensor
+    ) -> tuple[Tensor, list[PolicyState]]:
+        """Actions (n, heads); each policy sees its own envs only."""
+        actions, hidden_states = torch.zeros_like(uniform, dtype=torch.long), []
+        for index, policy in enumerate(self.policies):
+            rows = self._rows(index)
+            actions[rows], following = policy.act(_rows_of(view, rows), hidden_state[index], uniform[rows])
+            hidden_states.append(following)
+        return actions, hidden_states
+
+    def forget(self, hidden_state: list[PolicyState], envs: Tensor) -> list[PolicyState]:
+        """Reset the hidden state of these envs (n,) bool."""
+        return [
+            policy.forget(state, envs[self._rows(index)]) if isinstance(policy, LearnedPolicy) else state
+            for index, (policy, state) in enumerate(zip(self.policies, hidden_state, strict=True))
+        ]
+
+    def _rows(self, index: int) -> slice:
+        return slice(index, None, len(self.policies))
 
 
-class Arena(Generic[Candidate]):
-    """Packs episodes into fleets of at most AT_ONCE envs."""
+def _rows_of(tree: Any, rows: slice) -> Any:  # Any: one level at a time
+    """The same tuples and mappings, with these rows of every tensor."""
+    if isinstance(tree, tuple):
+        return type(tree)(*(_rows_of(part, rows) for part in tree))
+    if isinstance(tree, Mapping):
+        return {name: _rows_of(part, rows) for name, part in tree.items()}
+    return tree[rows] if isinstance(tree, Tensor) else tree
+
+
+class PolicyPlayer:
+    """A policy in one episode, for `play_episode`: carries its hidden state, gives it its draws, counts the work."""
+
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        policy: Policy,
+        seeds: Sequence[int],
+        draws: Tensor | None = None,
+        meter: CostMeter | None = None,
+    ) -> None:
+        """Begin an episode of these hosts, one seed per group. `draws` (steps, grown envs, heads): zeros by default."""
+        self.runner, self.policy, self.meter = runner, policy, meter
+        groups, steps = runner.groups, runner.fleet.task.steps
+        self.draws = torch.zeros((steps, groups.grown, len(runner.table))) if draws is None else draws
+        runner.begin(list(seeds))
+        if meter is not None:
+            meter.begin(groups.envs)
+            meter.measure(meter.structure())
+            meter.probe(meter.structure())
+        self.hidden_state = policy.initial_state([seed for seed in seeds for _ in range(groups.members)])
+
+    def act(self, view: PolicyView) -> Tensor:
+        """Actions (n, heads)."""
+        uniform = self.draws[view.step].to(self.runner.fleet.device)
+        actions, self.hidden_state = self.policy.act(view, self.hidden_state, uniform)
+        return actions
+
+    def on_step(self, step: int, view: PolicyView, actions: Tensor, result: StepResult) -> None:
+        """Count the step's work; a learned policy forgets what it knew of hosts that panicked."""
+        if self.meter is not None:
+            # As it was trained and measured; of a host that panicked, as it was restored.
+            structure = Structure.of(result.slots.stage, result.slots.blueprint)
+            self.meter.train(structure)
+            self.meter.measure(structure)
+            if self.runner.done:
+                self.meter.harden(structure)
+            else:
+                self.meter.probe(self.meter.structure())
+        if isinstance(self.policy, LearnedPolicy | SideBySide):
+            self.hidden_state = self.policy.forget(self.hidden_state, result.panics)
+
+
+class Arena:
+    """Fleets for the episodes of one task: loads the data once, and keeps the last fleet."""
 
     def __init__(
         self,
         task: Task,
         preset: HeadPreset,
-        make_policy: MakePolicy[Candidate],
         *,
-        device: torch.device | str = "cpu",
-        data_dir: Path | str | None = None,
-        batches: Batches | None = None,
         final: bool = False,
+        isolation: Isolation = "shadow",
+        device: str = "cpu",
+        data_dir: Path | None = None,
     ) -> None:
-        """`batches` are the task's data where they are loaded already; `final` scores on test images."""
-        self.task, self.preset, self.make_policy, self.device = task, preset, make_policy, device
-        self.batches = task.load_batches(data_dir, device) if batches is None else batches
-        self.final = final
+        """`final`: hardened hosts are scored on test images."""
+        self.task, self.preset, self.final, self.device = task, preset, final, device
+        self.isolation: Isolation = isolation
+        self.batches = task.load_batches(data_dir, device)
         self._runner: EpisodeRunner | None = None
 
-    def run(self, candidates: Sequence[Candidate], seeds: Sequence[int]) -> Iterator[Block]:
-        """Every candidate on every host, block by block."""
-        candidate_parts = divide(len(candidates), AT_ONCE - 1)
-        members = len(candidate_parts[0])
-        host_parts = divide(len(seeds), AT_ONCE // (members + 1))
-        runner = self._runner_for(groups := Groups(len(host_parts[0]), members))
-        for some in candidate_parts:
-            # A block that is not full is filled up with its last: the same episodes once more, which nobody reads.
-            policy = self.make_policy(runner.table, _filled(candidates, some, groups.members) * groups.count)
-            for hosts in host_parts:
-                yield Block(some, hosts, runner, play(runner, policy, _filled(seeds, hosts, groups.count)))
-
-    def _runner_for(self, groups: Groups) -> EpisodeRunner:
-        """The last one where it has that shape: a new fleet costs memory, and CUDA graphs."""
+    def runner(self, groups: Groups) -> EpisodeRunner:
+        """A runner of this shape: the last one if it fits, because a new fleet costs memory and CUDA graphs."""
         if self._runner is None or self._runner.groups != groups:
             self._runner = None
-            fleet = growth_fleet(self.task, groups.hosts, self.device, batches=self.batches)
+            fleet = growth_fleet(self.task, groups.hosts, self.device, batches=self.batches, isolation=self.isolation)
             self._runner = EpisodeRunner(fleet, groups, self.preset)
             self._runner.final = self.final
         return self._runner
 
-
-@dataclass(frozen=True)
-class Trials(Generic[Candidate]):
-    """What a search evaluates by: objectives on hosts of the tuning range, on validation images."""
-
-    arena: Arena[Candidate]
-    rng_seed: int
-    rho: float
-    """Points of rent per doubling of the host."""
-    advance: Advance
-
-    def __call__(self, candidates: Sequence[Candidate], hosts: Sequence[int]) -> list[list[float]]:
-        """Objectives [candidate][host]."""
-        found = torch.zeros((len(hosts), len(candidates)), dtype=torch.float64)
-        seeds = [host_seed("tuning", self.rng_seed, number) for number in hosts]
-        for block in self.arena.run(candidates, seeds):
-            values = block.by_host(end_objective(block.result, self.arena.task, self.rho)).cpu()
-            found[block.hosts.start : block.hosts.stop, block.candidates.start : block.candidates.stop] = values
-            self.advance(values.numel(), f"best of these {float(values.mean(0).max()):+.1f}")
-        objectives: list[list[float]] = found.T.tolist()
-        return objectives
-
-
-def play(runner: EpisodeRunner, policy: Policy, seeds: Sequence[int]) -> StepResult:
-    """One episode of these hosts, one per group, under a policy that draws nothing; its last step."""
-    runner.begin(list(seeds))
-    hidden_state = policy.initial_state([seed for seed in seeds for _ in range(runner.groups.members)])
-    undrawn = torch.zeros((runner.groups.grown, len(runner.table)), device=runner.fleet.device)
-    while not runner.done:
-        actions, hidden_state = policy.act(runner.view(), hidden_state, undrawn)
-        result = runner.step(actions)
-    return result
+    def run(
+        self,
+        make_policy: MakePolicy[Candidate],
+        candidates: Sequence[Candidate],
+        seeds: Sequence[int],
+        measure: Measure,
+        advance: Advance | None = None,
+    ) -> Tensor:
+        """Measure every candidate on every host, without random draws: (hosts, candidates, …), float64."""
+        candidate_parts = divide(len(candidates), AT_ONCE - 1)
+        members = len(candidate_parts[0])
+        host_parts = divide(len(seeds), AT_ONCE // (members + 1))
+        runner = self.runner(groups := Groups(len(host_parts[0]), members))
+        columns = []
+        for part in candidate_parts:
+            policy, blocks = make_policy(runner, fill([candidates[index] for index in part], members)), []
+            for hosts in host_parts:
+                player = PolicyPlayer(runner, policy, fill([seeds[index] for index in hosts], groups.count))
+                values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
+                blocks.append(values.unflatten(0, (groups.count, members))[: len(hosts), : len(part)])
+                if advance is not None:
+                    advance(len(hosts) * len(part))
+            columns.append(torch.cat(blocks))
+        return torch.cat(columns, 1)
 
 
-def end_objective(result: StepResult, task: Task, rho: float) -> Tensor:
-    """Of every grown env at the end of its episode: gain of the hardened host − rent of the fossils, points."""
-    assert result.hardened_accuracy is not None
-    assert result.hardened_control is not None
-    gain = result.hardened_accuracy.double() - result.hardened_control.double()
-    return objective(gain, result.fossil_parameters.double(), task.host_parameters, rho)
+open_arena = lru_cache(maxsize=1)(Arena)
+"""An arena that stays open until another one is needed, because a fleet serves job after job."""
 
 
 def divide(count: int, most: int) -> list[range]:
@@ -128,6 +184,13 @@ def divide(count: int, most: int) -> list[range]:
     return [range(begin, min(begin + width, count)) for begin in range(0, count, width)]
 
 
-def _filled(values: Sequence[Candidate], places: range, width: int) -> list[Candidate]:
-    some = [values[place] for place in places]
-    return some + some[-1:] * (width - len(some))
+def fill(items: Sequence[Item], width: int) -> list[Item]:
+    """Repeat the last item up to this width; nobody reads the repeated episodes."""
+    return [*items, *[items[-1]] * (width - len(items))]
+
+
+def hardened(result: StepResult) -> tuple[Tensor, Tensor, Tensor]:
+    """At the end of an episode: accuracy of the grown envs, accuracy of their controls, added parameters."""
+    assert result.hardened_accuracy is not None
+    assert result.hardened_control is not None
+    return result.hardened_accuracy, result.hardened_control, result.fossil_parameters

@@ -1,8 +1,8 @@
 """What an episode costs: the work of all its passes, in units of the plain host's own training.
 
-Work is the multiply-adds of products and convolutions, counted per input and row; norms, activations, pooling and the
-controller's own network are left out. A forward pass counts once, the gradients of activations once more, those of
-weights once more. A row that is born at a slot is charged from there on. Controls are a yardstick and cost nothing.
+Work is the number of multiply-adds in products and convolutions, per input and row. Norms, activations, pooling and the
+controller's own network are not counted. A forward pass counts once, the gradients of activations once more, and those
+of weights once more. A row that starts at a slot is charged from there on. Controls cost nothing.
 """
 
 import math
@@ -22,20 +22,20 @@ from esper.tolaria import HostFleet, Task
 Array = NDArray[np.float64]
 
 PASSES = ("training", "shadow", "validation", "ablation", "calibration", "probing")
-"""Main rows and shadow rows of minibatches; main rows on the validation (or test) images; rows of auditions and of
-silenced seeds there; all those rows on the calibration batch; probes of the slots."""
+"""Main rows and shadow rows of minibatches. Main rows on validation or test images. Rows of auditions and of silenced
+seeds there. All those rows on the calibration batch. Probes of the slots."""
 _THROUGH, _FULL = 2, 3
-"""Forward and the gradients of activations; and those of weights."""
+"""Passes: forward and the gradients of activations; these and the gradients of weights."""
 _INPUTS = 2
-"""In the pass that work is counted by."""
+"""Inputs of the pass that work is counted on."""
 
 
 class Structure(NamedTuple):
-    """Which seeds are where, (n, slots)."""
+    """The seeds of every env, (n, slots)."""
 
     stage: Array
     blueprint: Array
-    """Number in the slot config's list of names; −1: none"""
+    """Index in the slot config's blueprint names; −1: none"""
 
     @classmethod
     def of(cls, stage: Tensor, blueprint: Tensor) -> "Structure":
@@ -46,20 +46,17 @@ class Structure(NamedTuple):
     def of_states(cls, states: Sequence[Mapping[str, SeedState]], names: Sequence[str]) -> "Structure":
         """From the states of some envs."""
         stage = [[float(state.stage) for state in env.values()] for env in states]
-        blueprint = [
-            [-1.0 if state.blueprint is None else float(names.index(state.blueprint)) for state in env.values()]
-            for env in states
-        ]
-        return cls(np.array(stage), np.array(blueprint))
+        index: dict[str | None, float] = {None: -1.0, **{name: float(i) for i, name in enumerate(names)}}
+        return cls(np.array(stage), np.array([[index[state.blueprint] for state in env.values()] for env in states]))
 
 
 class CostMeter:
-    """Adds up the work of one episode of a fleet's envs after another."""
+    """Counts the work of a fleet's envs, one episode after the other."""
 
     def __init__(self, fleet: HostFleet, *, final: bool = False, plain: Task | None = None) -> None:
-        """`final`: hardened hosts are scored on test images. `plain` has the host whose training is the unit, if it is
-        not the fleet's own."""
-        task, batches = fleet.task, fleet.batches
+        """`final`: hardened hosts are scored on test images. `plain`: the task whose host is the unit, by default the
+        fleet's."""
+        self._fleet, task, batches = fleet, fleet.task, fleet.batches
         calibration = batches.calibration(task.calibration_size)
         self._batch, self._calibration = task.batch, len(calibration)
         self._validation = len(batches.validation().inputs)
@@ -67,76 +64,69 @@ class CostMeter:
         self._minibatches, self._shadows = task.batches_per_step, fleet.isolation == "shadow"
         inputs = calibration[:_INPUTS].cpu()
         segments = _segment_work(task.build_host(), inputs)
-        places = np.array(list(fleet.places.values()))
+        positions = np.array(list(fleet.places.values()))
         self._host = float(segments.sum())
-        self._below = np.array([segments[place + 1 :].sum() for place in places])
-        """(slots,): of the segments behind each slot"""
-        self._later = (places[None, :] > places[:, None]).astype(float)
-        names = task.slot_config.blueprint_names
+        self._below = np.array(
+            [segments[position + 1 :].sum() for position in positions]
+        )  # (slots,): segments behind each
+        self._later = (positions[None, :] > positions[:, None]).astype(float)
         self._covariances = sum(slot.width * math.prod(_shape(slot)) for slot in fleet.slots.values())
-        self._seeds = np.array([[_seed_work(slot, name) for name in names] for slot in fleet.slots.values()])
+        self._names = task.slot_config.blueprint_names
+        self._seeds = np.array([[_seed_work(slot, name) for name in self._names] for slot in fleet.slots.values()])
         plain_host = self._host if plain is None else float(_segment_work(plain.build_host(), inputs).sum())
         self._unit = _FULL * plain_host * task.steps * self._minibatches * self._batch
-        self.begin(0)
+        self.begin(())
 
-    def begin(self, n: int) -> None:
-        """An episode of so many envs."""
-        self._parts = {name: np.zeros(n) for name in PASSES}
+    def begin(self, envs: Sequence[int]) -> None:
+        """Start counting an episode of these envs."""
+        self._envs, self._parts = envs, {name: np.zeros(len(envs)) for name in PASSES}
+
+    def structure(self) -> Structure:
+        """The structure of the envs as it is now."""
+        return Structure.of_states([self._fleet.states[env] for env in self._envs], self._names)
 
     def train(self, structure: Structure) -> None:
-        """A step of minibatches: main rows, and a shadow row per seed in TRAINING; trained straight through the main
-        row, such a seed costs its own work alone."""
-        acting, inputs = self._acting(structure), self._minibatches * self._batch
-        training = structure.stage == SeedStage.TRAINING
-        shadows = training * _FULL * self._own(structure)
-        if self._shadows:
-            shadows = shadows + training * _THROUGH * self._behind(acting)
-        self._parts["training"] += inputs * _FULL * self._main(acting)
+        """Count a step of minibatches: main rows, and a shadow row per seed in TRAINING. Trained straight through the
+        main row, such a seed costs its own work alone."""
+        own, _, main, behind = self._work(structure)
+        training, inputs = structure.stage == SeedStage.TRAINING, self._minibatches * self._batch
+        shadows = training * _FULL * own + (training * _THROUGH * behind if self._shadows else 0.0)
+        self._parts["training"] += inputs * _FULL * main
         self._parts["shadow"] += inputs * shadows.sum(1)
 
     def measure(self, structure: Structure) -> None:
-        """A validation: main rows, auditions, and every acting seed silenced; each calibrated."""
-        acting, training = self._acting(structure), structure.stage == SeedStage.TRAINING
-        rows = (training | _is_active(structure)) * self._behind(acting)
-        extra = (rows + training * self._own(structure)).sum(1)
-        self._parts["validation"] += self._validation * self._main(acting)
+        """Count a validation: main rows, auditions, and every acting seed silenced, each calibrated."""
+        own, _, main, behind = self._work(structure)
+        training = structure.stage == SeedStage.TRAINING
+        extra = ((training | _is_active(structure)) * behind + training * own).sum(1)
+        self._parts["validation"] += self._validation * main
         self._parts["ablation"] += self._validation * extra
-        self._parts["calibration"] += self._calibration * (self._main(acting) + extra)
+        self._parts["calibration"] += self._calibration * (main + extra)
 
     def harden(self, structure: Structure) -> None:
-        """The last score: fossils alone."""
-        fossils = (structure.stage == SeedStage.FOSSILIZED) * self._own(structure)
-        self._parts["validation"] += self._hardened * self._main(fossils)
-        self._parts["calibration"] += self._calibration * self._main(fossils)
+        """Count the last score, with fossils alone."""
+        own, *_ = self._work(structure)
+        main = self._host + ((structure.stage == SeedStage.FOSSILIZED) * own).sum(1)
+        self._parts["validation"] += self._hardened * main
+        self._parts["calibration"] += self._calibration * main
 
     def probe(self, structure: Structure) -> None:
-        """One minibatch forward, back to the first slot, through a newborn of every blueprint, and the covariances."""
-        acting = self._acting(structure)
+        """Count one minibatch forward, back to the first slot, a newborn of every blueprint, and the covariances."""
+        _, acting, main, _ = self._work(structure)
         back = self._below.max() + acting.sum(1)
-        self._parts["probing"] += self._batch * (self._main(acting) + back + self._seeds.sum() + self._covariances)
+        self._parts["probing"] += self._batch * (main + back + self._seeds.sum() + self._covariances)
 
     def cost(self) -> dict[str, list[float]]:
         """By kind of pass, a number per env, in units of the plain host's training."""
         return {name: (part / self._unit).tolist() for name, part in self._parts.items()}
 
-    def _own(self, structure: Structure) -> Array:
-        """(n, slots): work of the seed in each slot, per input."""
+    def _work(self, structure: Structure) -> tuple[Array, Array, Array, Array]:
+        """Work per input. Of the seed in each slot, and of those that act on the main row: (n, slots). Of the main row:
+        (n,). Of what a row that starts at a slot passes after it: (n, slots)."""
         slots = np.arange(len(self._seeds))[None, :]
-        found = self._seeds[slots, structure.blueprint.astype(int)]
-        return np.where(structure.blueprint >= 0, found, 0.0)
-
-    def _acting(self, structure: Structure) -> Array:
-        """(n, slots): the same for seeds that act on the main row."""
-        return np.where(_is_active(structure), self._own(structure), 0.0)
-
-    def _main(self, acting: Array) -> Array:
-        work: Array = self._host + acting.sum(1)
-        return work
-
-    def _behind(self, acting: Array) -> Array:
-        """(n, slots): what a row that is born at each slot goes through after it."""
-        work: Array = self._below + acting @ self._later.T
-        return work
+        own = np.where(structure.blueprint >= 0, self._seeds[slots, structure.blueprint.astype(int)], 0.0)
+        acting = np.where(_is_active(structure), own, 0.0)
+        return own, acting, self._host + acting.sum(1), self._below + acting @ self._later.T
 
 
 def _is_active(structure: Structure) -> NDArray[np.bool_]:
@@ -156,7 +146,7 @@ def _segment_work(host: Host, x: Tensor) -> Array:
 
 @torch.no_grad()
 def _seed_work(slot: SlotSpec, name: str) -> float:
-    """Multiply-adds per input of a blueprint; 0 where it is not offered."""
+    """Multiply-adds per input of a blueprint; 0 if the slot does not offer it."""
     if name not in [offer.name for offer in slot.blueprints]:
         return 0.0
     seed: nn.Module = BlueprintRegistry.build(slot.topology, name, slot.width, resolution=slot.resolution)
@@ -166,7 +156,7 @@ def _seed_work(slot: SlotSpec, name: str) -> float:
 
 
 def _shape(slot: SlotSpec) -> tuple[int, ...]:
-    """Of one input's activation at a slot."""
+    """The shape of one input's activation at a slot."""
     if slot.topology == "image":
         assert slot.resolution is not None, "image slots state their resolution"
         return slot.width, slot.resolution, slot.resolution

@@ -1,4 +1,4 @@
-"""Final evaluations are signed into the runs that they are about: test images are for once."""
+"""The log of final evaluations in each run folder: test images are meant to be used once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from esper.leyline import BadValueError, EsperError
 from esper.leyline.records import Json
-from esper.simic.evaluation.workers import learned_runs
+from esper.simic.evaluation.policies import PolicySpec, learned_runs
 from esper.simic.training.run_folder import git_hash, read_config
 from esper.storage.logs import JsonLines, read_lines
 
@@ -15,34 +15,34 @@ FINAL = "final.jsonl"
 
 
 def sign_policies(
-    specs: Sequence[str], tasks: Sequence[str], hosts: int, rng_seed: int, *, going_on: bool = False
+    specs: Sequence[PolicySpec], tasks: Sequence[str], hosts: int, rng_seed: int, *, resumed: bool = False
 ) -> list[str]:
-    """Sign a final evaluation of these policies into the runs among them; see `sign_final`."""
+    """Sign a final evaluation of these policies into their runs; see `sign_final`."""
     entry = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": ",".join(tasks),
         "hosts": hosts,
         "seed": rng_seed,
         "git": git_hash(),
-        "policies": list(specs),
+        "policies": [spec.text for spec in specs],
     }
-    return sign_final(learned_runs(specs), entry, going_on=going_on)
+    return sign_final(learned_runs(specs), entry, resumed=resumed)
 
 
-def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, going_on: bool = False) -> list[str]:
-    """Append the entry to every run's `final.jsonl`; returns a warning for each run that was signed before, or that
-    began with the controller of one that was.
+def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = False) -> list[str]:
+    """Append the entry to every run's `final.jsonl`. Returns a warning for each run that was signed before, or that
+    started from one that was.
 
-    Every file is opened before the first is written to: one that cannot be written stops all. `going_on`: the same
-    evaluation, stopped and begun again, is not another look.
+    All files are opened before the first is written, so one that cannot be written stops all. `resumed`: equal entries
+    do not count as another evaluation.
     """
-    same = entry if going_on else None
+    same = entry if resumed else None
     warnings = [warning for run in runs for warning in _earlier(run, str(run), same)]
     warnings += [
         warning
         for run in runs
         for ancestor in _ancestors(run)
-        for warning in _earlier(ancestor, f"{run} began with the controller of {_shown(ancestor)}, which", same)
+        for warning in _earlier(ancestor, f"{run} started from the controller of {_relative(ancestor)}, which", same)
     ]
     with ExitStack() as opened:
         try:
@@ -55,7 +55,7 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, going_on: bool =
 
 
 def _ancestors(run: Path) -> Iterator[Path]:
-    """The runs whose controllers a run goes back to, the nearest first, as far as their folders are still there."""
+    """The runs that a run started from, the nearest first, as far as their folders exist."""
     seen = {run.resolve()}
     while (start := _start(run)) is not None and start.is_dir() and start.resolve() not in seen:
         seen.add(start.resolve())
@@ -63,27 +63,27 @@ def _ancestors(run: Path) -> Iterator[Path]:
         run = start
 
 
-def _shown(path: Path) -> Path:
-    """Below the working folder without it: a configuration knows whole paths, tables are for other machines too."""
+def _relative(path: Path) -> Path:
+    """The path relative to the working directory if it is below it, because tables are for other machines too."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _start(run: Path) -> Path | None:
     try:
         return read_config(run).start
-    except EsperError:  # nobody can tell any more; whether a run can be evaluated is not asked here
+    except EsperError:  # an ancestor that cannot be read any more; runs that are evaluated were checked before
         return None
 
 
-def _earlier(run: Path, who: str, same: dict[str, Json] | None) -> list[str]:
-    found = list(read_lines(run / FINAL)) if (run / FINAL).is_file() else []
+def _earlier(run: Path, subject: str, same: dict[str, Json] | None) -> list[str]:
+    entries = list(read_lines(run / FINAL)) if (run / FINAL).is_file() else []
     if same is not None:
-        found = [entry for entry in found if entry | {"when": ""} != same | {"when": ""}]
-    if not found:
+        entries = [entry for entry in entries if entry | {"when": ""} != same | {"when": ""}]
+    if not entries:
         return []
-    first = found[0]
-    times = f"{len(found)} times, first" if len(found) > 1 else "once"
+    first = entries[0]
+    times = f"{len(entries)} times, first" if len(entries) > 1 else "once"
     return [
-        f"{who} has been in a final evaluation {times} at {first['when']} ({first['task']}, {first['hosts']} hosts, "
-        f"seed {first['seed']}): its figures on test images are no longer those of a first look"
+        f"{subject} has been in a final evaluation {times} at {first['when']} ({first['task']}, {first['hosts']} "
+        f"hosts, seed {first['seed']}): its figures on test images are no longer those of a first look"
     ]

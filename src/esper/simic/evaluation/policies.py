@@ -1,158 +1,275 @@
-"""Policies by name, as the command line gives them."""
+"""Policy specs: the names of policies on the command line, and what they stand for."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from esper.leyline import BadValueError, UnknownNameError
+from esper.kasmina.slot import Isolation
+from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline.numbers import require_whole
+from esper.simic.agent.policy import load_policy
+from esper.simic.evaluation.results import Result
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.learned import load_policy
+from esper.simic.training.hosts import Purpose, check_device
 from esper.simic.training.run_folder import RunFolder, checkpoints_of, read_config
-from esper.tamiyo import ActionTable, Policy, growth_layout
-from esper.tamiyo.policies import (
-    HeuristicTamiyo,
-    RandomCommitPolicy,
-    RandomPolicy,
-    SchedulePolicy,
-    WaitPolicy,
-)
-from esper.tamiyo.policies.shipped import TunedKind, read_heuristic, read_plan, shipped_file
-from esper.tolaria import Task
+from esper.tamiyo import ActionTable, Policy, growth_layout, growth_table
+from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, SchedulePolicy, WaitPolicy
+from esper.tamiyo.policies.shipped import TUNED_KINDS, TunedKind, read_heuristic, read_plan, shipped_file
+from esper.tolaria import Task, get_task
 
-RULES = ("wait", "random", "random-commit", "heuristic", "schedule", "oracle")
-"""Names of what was not learned."""
+ORACLE = "oracle"
+RULES = ("wait", "random", "random-commit", "heuristic", "schedule", ORACLE)
+"""Kinds that are not learned."""
+CONTROLS = ("retrained", "static")
+"""Kinds that start from another policy's results: `retrained:POLICY`, `static:POLICY`."""
+LEARNED = "learned"
 SHIPPED = "shipped"
 """`heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper."""
 
 
-def make_policies(spec: str, task: Task, table: ActionTable, device: str = "cpu") -> list[Policy]:
-    """The policies behind one name: one, or one per run folder.
+@dataclass(frozen=True)
+class PolicySpec:
+    """The name of a policy, parsed: a rule, run folders, or a yardstick."""
 
-    A bare `schedule` is the shipped one of the task, a bare `heuristic` the untuned one.
-    """
-    name, _, file = spec.partition(":")
-    slots = task.slot_config
-    if name == "wait":
-        return [WaitPolicy(table)]
-    if name == "random":
-        return [RandomPolicy(table)]
-    if name == "random-commit":
-        return [RandomCommitPolicy(table, task.steps)]
-    if name == "heuristic":
-        config = read_heuristic(_tuned_file("heuristic", file, task)) if file else None
-        return [HeuristicTamiyo(table, slots, config)]
-    if name == "schedule":
-        return [SchedulePolicy(table, slots, read_plan(_tuned_file("schedule", file or SHIPPED, task)))]
-    if name == "oracle":
-        raise BadValueError("the oracle looks at results and acts on none: it is no policy; `esper evaluate` runs it")
-    parts = spec.split("+")
-    if not all(part.strip() for part in parts):
-        # As a path it would be the folder that one is in.
-        raise BadValueError(f"policy {spec!r} has an empty name; allowed: {', '.join(RULES)}, or a run folder")
-    return [_from_run(Path(part), task, table, device) for part in parts]
+    text: str
+    kind: str
+    """One of RULES or CONTROLS, or `learned`"""
+    runs: tuple[str, ...] = ()
+    """Of a learned policy: run folders, one per training seed"""
+    file: str = ""
+    """Of a heuristic or schedule: its tuned file, or `shipped`; a heuristic without one is untuned"""
+    base: "PolicySpec | None" = None
+    """Of a control: the policy whose results it starts from"""
+
+    @classmethod
+    def parse(cls, text: str) -> "PolicySpec":
+        """Parse one name of the command line; whether its files exist is checked by `make_policy`."""
+        kind, _, rest = text.partition(":")
+        if kind in CONTROLS:
+            return cls(text, kind, base=cls.parse(rest))
+        if kind in RULES:
+            if rest and kind not in TUNED_KINDS:
+                raise BadValueError(f"policy {text!r}: {kind} takes no file; omit ':{rest}'")
+            return cls(text, kind, file=rest or (SHIPPED if kind == "schedule" else ""))
+        runs = tuple(text.split("+"))
+        if not all(run.strip() for run in runs):
+            # As a path, an empty name would be the working directory.
+            raise BadValueError(f"policy {text!r} has an empty name; allowed: {', '.join(RULES)}, or a run folder")
+        return cls(text, LEARNED, runs)
+
+    @property
+    def learned(self) -> bool:
+        """Whether it consists of run folders; controls of a learned policy do not count."""
+        return self.kind == LEARNED
+
+    @property
+    def members(self) -> list["PolicySpec"]:
+        """One spec per training seed; rules and controls have one member."""
+        return [replace(self, text=run, runs=(run,)) for run in self.runs] or [self]
+
+    @property
+    def short(self) -> str:
+        """The name without folders; several training seeds are named by what their folders have in common."""
+        if self.base is not None:
+            return f"{self.kind}:{self.base.short}"
+        if not self.learned:
+            return f"{self.kind}:{Path(self.file).name}" if ":" in self.text else self.text
+        name = Path(self.runs[0]).name or self.runs[0]
+        return name if len(self.runs) == 1 else f"{name.rstrip('0123456789') or name} ({len(self.runs)} seeds)"
+
+    def tuned_file(self, task: Task) -> Path:
+        """The file of a tuned heuristic or schedule."""
+        kind: TunedKind = "schedule" if self.kind == "schedule" else "heuristic"
+        return shipped_file(kind, task.name) if self.file == SHIPPED else Path(self.file)
+
+    def files(self, task: Task) -> list[Path]:
+        """The files that define the policy: a plan, thresholds, or the last checkpoint of every run."""
+        checkpoints = [RunFolder.last_checkpoint(Path(run)) for run in self.runs]
+        weights = [path for folder in checkpoints if folder is not None for path in sorted(folder.iterdir())]
+        return [self.tuned_file(task)] if self.file else weights
 
 
-def short_name(spec: str) -> str:
-    """Run folders by their names alone, runs of several training seeds by what their names have in common."""
-    kind, colon, rest = spec.rpartition(":")
-    if "/" not in rest and "+" not in rest:
-        return spec
-    names = [Path(part).name for part in rest.split("+")]
-    if len(names) == 1:
-        return f"{kind}{colon}{names[0]}"
-    return f"{kind}{colon}{names[0].rstrip('0123456789') or names[0]} ({len(names)} seeds)"
+def is_learned(text: str) -> bool:
+    """Whether a spec consists of run folders; controls of a learned policy do not count."""
+    return PolicySpec.parse(text).learned
+
+
+def base_of(text: str) -> str:
+    """The policy that a control starts from; any other spec itself."""
+    spec = PolicySpec.parse(text)
+    return (spec.base or spec).text
+
+
+def short_name(text: str) -> str:
+    """The short name of a policy spec."""
+    return PolicySpec.parse(text).short
 
 
 def short_names(specs: Iterable[str]) -> dict[str, str]:
-    """By spec: its short name or, where another one has the same, all of it."""
+    """Short names by spec; specs whose short names are equal are given in full."""
     short = {spec: short_name(spec) for spec in specs}
     times = Counter(short.values())
     return {spec: name if times[name] == 1 else spec for spec, name in short.items()}
 
 
-def _from_run(path: Path, task: Task, table: ActionTable, device: str) -> Policy:
+def make_policies(text: str, task: Task, table: ActionTable, device: str = "cpu") -> list[Policy]:
+    """Build the policies behind one name: one, or one per run folder."""
+    return [make_policy(member, task, table, device) for member in PolicySpec.parse(text).members]
+
+
+def make_policy(
+    spec: PolicySpec, task: Task, table: ActionTable, device: str = "cpu", *, greedy: bool = False
+) -> Policy:
+    """Build the policy of one training seed. `greedy`: a learned policy takes the likeliest action."""
+    if spec.learned:
+        (run,) = spec.runs
+        return _load_run(Path(run), task, table, device, greedy=greedy)
+    if spec.kind == "wait":
+        return WaitPolicy(table)
+    if spec.kind == "random":
+        return RandomPolicy(table)
+    if spec.kind == "random-commit":
+        return RandomCommitPolicy(table, task.steps)
+    if spec.kind == "heuristic":
+        return HeuristicTamiyo(table, task.slot_config, read_heuristic(spec.tuned_file(task)) if spec.file else None)
+    if spec.kind == "schedule":
+        return SchedulePolicy(table, task.slot_config, read_plan(spec.tuned_file(task)))
+    raise BadValueError(f"{spec.text!r} is a yardstick, not a policy; `esper evaluate` runs it")
+
+
+def _load_run(path: Path, task: Task, table: ActionTable, device: str, *, greedy: bool) -> Policy:
     if not path.is_dir():
         raise UnknownNameError("policy", str(path), (*RULES, "a run folder"))
     config = read_config(path)
-    last = RunFolder.last_checkpoint(path)
-    if last is None:
-        raise BadValueError(f"{path} has no checkpoint yet: its first round is not complete")
+    checkpoint = RunFolder.last_checkpoint(path)
+    if checkpoint is None:
+        raise BadValueError(f"{path} has no checkpoint: its first round is not complete; evaluate it later")
     layout = growth_layout(task.slot_config, sensing=config.sensing)
-    return load_policy(last, table, layout, device=device)
+    return load_policy(checkpoint, table, layout, greedy=greedy, device=device)
 
 
-def policy_files(spec: str, task: Task) -> list[Path]:
-    """The files that make one policy what it is, beside the code: a plan, thresholds or the last checkpoint."""
-    name, _, file = spec.partition(":")
-    if name == "schedule":
-        return [_tuned_file("schedule", file or SHIPPED, task)]
-    if name == "heuristic" and file:
-        return [_tuned_file("heuristic", file, task)]
-    if name in RULES:
-        return []
-    last = RunFolder.last_checkpoint(Path(spec))
-    return [] if last is None else sorted(last.iterdir())
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Which hosts an evaluation takes, and how they are trained."""
+
+    task: str
+    hosts: int
+    seed: int
+    preset: str = "core"
+    final: bool = False
+    """Hosts of the final range, scored on test images"""
+    isolation: Isolation = "shadow"
+    device: str = "cpu"
+    data_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("hosts", self.hosts, 2, remark="; one host has no interval")
+        head_preset(self.preset)
+        get_task(self.task)
+
+    @property
+    def purpose(self) -> Purpose:
+        """The range of host seeds."""
+        return "final" if self.final else "evaluation"
 
 
-def _tuned_file(kind: TunedKind, file: str, task: Task) -> Path:
-    return shipped_file(kind, task.name) if file == SHIPPED else Path(file)
+@dataclass(frozen=True)
+class Contender:
+    """One policy of one training seed, or a yardstick. Plain values, because it is sent to other processes."""
+
+    config: EvaluationConfig
+    spec: PolicySpec
+    greedy: bool = False
+    """The likeliest action instead of a sampled one; for learned policies"""
+    base: Result | None = None
+    """What a control starts from"""
+
+    @property
+    def acts(self) -> bool:
+        """Whether it is a policy, which can grow hosts beside others."""
+        return self.base is None and self.spec.kind != ORACLE
+
+
+def check_specs(specs: Sequence[PolicySpec], config: EvaluationConfig) -> None:
+    """Raise for anything that cannot be evaluated, before anything runs."""
+    check_device(config.device)
+    task = get_task(config.task)
+    for text, times in Counter(spec.text for spec in specs).items():
+        if times > 1:
+            raise BadValueError(f"policy {text!r} is listed twice; list it once")
+    for spec in specs:
+        if spec.base is not None:
+            # The oracle's gains are measured on half of the images.
+            if spec.base not in specs or spec.base.kind in (*CONTROLS, ORACLE):
+                raise BadValueError(
+                    f"{spec.text!r}: {spec.base.text!r} must be another policy of the list, no control and not the "
+                    "oracle"
+                )
+        elif spec.kind == ORACLE:
+            if config.isolation != "shadow":
+                raise BadValueError(f"the oracle's seeds learn from shadow rows; omit it with {config.isolation!r}")
+        else:
+            for member in spec.members:
+                make_policy(member, task, growth_table(head_preset(config.preset), task.slot_config), config.device)
+        if spec.learned:
+            check_same_recipe(spec.runs)
+
+
+def learned_runs(specs: Iterable[PolicySpec]) -> list[Path]:
+    """The run folders of learned policies, each once."""
+    return list({Path(run).resolve(): Path(run) for spec in specs for run in spec.runs}.values())
 
 
 FREE = ("seed", "start", "device", "threads", "data_dir", "alarms")
-"""Settings in which runs of one configuration may differ; all others are what was trained."""
+"""Settings in which runs of one configuration may differ."""
 
 
 def check_same_recipe(runs: Sequence[str]) -> None:
-    """Raise unless these are different runs of one configuration: claims count training seeds."""
+    """Raise unless these are different runs of one configuration, because claims count training seeds."""
     folders: dict[Path, str] = {}
-    chances: dict[tuple[int, Path | None], str] = {}
-    first = read_config(Path(runs[0]))
+    origins: dict[tuple[int, Path | None], str] = {}
+    recipe = _recipe(read_config(Path(runs[0])))
     for run in runs:
         folder = Path(run).resolve()
         if folder in folders:
             raise BadValueError(f"{folders[folder]} and {run} are one folder, and so one training seed; name it once")
         folders[folder] = run
         config = read_config(folder)
-        _check_recipe(runs[0], first, run, config)
-        # Everything random follows from the seed: beside it, only what a run began with makes it another.
-        chance = config.seed, None if config.start is None else config.start.resolve()
-        if chance in chances:
+        other = _recipe(config)
+        for name in recipe | other:
+            if recipe.get(name) != other.get(name):
+                raise BadValueError(
+                    f"{runs[0]} and {run} are no training seeds of one configuration: {name} is {recipe.get(name)!r} "
+                    f"in the first and {other.get(name)!r} in the second; put a comma between them instead of +"
+                )
+        # The seed determines everything random; beside it, only the start of a run can differ.
+        origin = config.seed, None if config.start is None else config.start.resolve()
+        if origin in origins:
             raise BadValueError(
-                f"{chances[chance]} and {run} have the same configuration and training seed {config.seed}: that is one "
-                "run, and a copy of it; name one of them"
+                f"{origins[origin]} and {run} have the same configuration and training seed {config.seed}, so one is a "
+                "copy of the other; name one of them"
             )
-        chances[chance] = run
+        origins[origin] = run
 
 
-def _check_recipe(one: str, ours: TrainConfig, other: str, its: TrainConfig) -> None:
-    here, there = dict(_recipe(ours)), dict(_recipe(its))
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            raise BadValueError(
-                f"{one} and {other} are no training seeds of one configuration: {name} is {here.get(name)!r} in the "
-                f"first and {there.get(name)!r} in the second; put a comma between them instead of +"
-            )
+def _recipe(config: TrainConfig) -> dict[str, object]:
+    """The settings that runs of one configuration share, by name; nested ones as `part.name`."""
+    return _flat({name: value for name, value in asdict(config).items() if name not in FREE})
 
 
-def _recipe(config: TrainConfig) -> Iterator[tuple[str, object]]:
-    """All settings but the free ones, by name; those of a part as `part.name`."""
-    yield from _flat({name: value for name, value in asdict(config).items() if name not in FREE})
-
-
-def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def unfinished(runs: Sequence[Path]) -> list[str]:
-    """A warning for each run that has not trained for as long as it was configured to."""
-    behind = {run: (max(checkpoints_of(run).numbers(), default=0), read_config(run).rounds) for run in runs}
+    """A warning for each run that has fewer rounds than it was configured for."""
+    progress = {run: (max(checkpoints_of(run).numbers(), default=0), read_config(run).rounds) for run in runs}
     return [
-        f"{run} has {done} of its {rounds} rounds behind it: its figures are those of a run that is not finished"
-        for run, (done, rounds) in behind.items()
+        f"{run} has completed {done} of its {rounds} rounds: its figures are those of an unfinished run"
+        for run, (done, rounds) in progress.items()
         if done < rounds
     ]

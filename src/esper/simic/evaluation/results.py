@@ -1,12 +1,18 @@
-"""What a policy came to on hosts that it had not seen."""
+"""Results of one policy on unseen hosts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import OTHER_RHOS, objective
 
 
 class Fossil(NamedTuple):
-    """A seed that was committed."""
+    """A committed seed."""
 
     slot_id: str
     blueprint: str
@@ -20,14 +26,14 @@ class Fossil(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> "Fossil":
-        """The fossil of a name, blended in by addition in full."""
+        """The fossil of this name, blended by addition at full strength."""
         slot_id, blueprint = name.split("/")
         return cls(slot_id, blueprint)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One policy on all hosts, lists over hosts."""
+    """One policy on all hosts; lists over hosts."""
 
     objective: list[float]
     accuracy: list[float]
@@ -38,46 +44,72 @@ class Result:
     work: dict[str, list[float]] = field(default_factory=dict)
     """By kind of pass, in units of the plain host's own training"""
     objective_at: dict[str, list[float]] = field(default_factory=dict)
-    """Scored with another ρ, by its value"""
+    """At another ρ, by its value"""
+
+    @classmethod
+    def scored(
+        cls,
+        host_parameters: int,
+        accuracy: Tensor | Sequence[float],
+        control: Tensor | Sequence[float],
+        added: Tensor | Sequence[float],
+        fossils: list[list[Fossil]],
+        work: dict[str, list[float]] | None = None,
+    ) -> "Result":
+        """Score hosts by their accuracy, their control's and their added parameters, (hosts,) each."""
+        percent, baseline, grown = (
+            torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (accuracy, control, added)
+        )
+        gain = percent - baseline
+        return cls(
+            objective(gain, grown, host_parameters).tolist(),
+            percent.tolist(),
+            baseline.tolist(),
+            [int(count) for count in grown.tolist()],
+            fossils,
+            work or {},
+            {f"{rho:g}": objective(gain, grown, host_parameters, rho).tolist() for rho in OTHER_RHOS},
+        )
 
     @property
     def commits(self) -> list[list[str]]:
         """`slot/blueprint` of every fossil."""
-        return [[fossil.name for fossil in found] for found in self.fossils]
+        return [[fossil.name for fossil in fossils] for fossils in self.fossils]
 
     @property
     def gain(self) -> list[float]:
         """Points over the control."""
-        return [mine - other for mine, other in zip(self.accuracy, self.control_accuracy, strict=True)]
+        return [accuracy - control for accuracy, control in zip(self.accuracy, self.control_accuracy, strict=True)]
 
     @property
     def cost(self) -> list[float]:
-        """Work of the whole episode; empty where it was not counted."""
+        """Work of the whole episode; empty if it was not counted."""
         return [sum(parts) for parts in zip(*self.work.values(), strict=True)]
 
-    def part(self, hosts: range) -> "Result":
-        """Some of the hosts."""
-        cut = slice(hosts.start, hosts.stop)
-        return Result(
-            self.objective[cut],
-            self.accuracy[cut],
-            self.control_accuracy[cut],
-            self.added_params[cut],
-            self.fossils[cut],
-            {name: values[cut] for name, values in self.work.items()},
-            {rho: values[cut] for rho, values in self.objective_at.items()},
-        )
+    def part(self, hosts: slice) -> "Result":
+        """The result on some of the hosts."""
+        return Result(*(_cut(getattr(self, each.name), hosts) for each in fields(self)))
+
+    def by_host(self) -> list["Result"]:
+        """One result per host."""
+        return [self.part(slice(host, host + 1)) for host in range(len(self.objective))]
 
     @classmethod
     def joined(cls, parts: Sequence["Result"]) -> "Result":
         """The hosts of all parts, in their order."""
-        first = parts[0]
-        return cls(
-            [value for part in parts for value in part.objective],
-            [value for part in parts for value in part.accuracy],
-            [value for part in parts for value in part.control_accuracy],
-            [value for part in parts for value in part.added_params],
-            [value for part in parts for value in part.fossils],
-            {name: [value for part in parts for value in part.work[name]] for name in first.work},
-            {rho: [value for part in parts for value in part.objective_at[rho]] for rho in first.objective_at},
-        )
+        return cls(*(_join([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+
+
+def overall_mean(results: Sequence[Result], name: str) -> float:
+    """Mean of a list of `Result` over hosts and training seeds."""
+    return fmean(value for result in results for value in getattr(result, name))
+
+
+def _cut(values: Any, hosts: slice) -> Any:  # Any: a list, or lists by name
+    return {name: each[hosts] for name, each in values.items()} if isinstance(values, dict) else values[hosts]
+
+
+def _join(parts: list[Any]) -> Any:  # Any: as above
+    if isinstance(parts[0], dict):
+        return {name: _join([part[name] for part in parts]) for name in parts[0]}
+    return [value for part in parts for value in part]

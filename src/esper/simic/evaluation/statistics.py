@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import p_value, t_quantile
+from esper.simic.evaluation.policies import base_of, is_learned
 from esper.simic.evaluation.results import Result
-from esper.simic.evaluation.workers import base_of, is_learned
 
 Array = NDArray[np.float64]
 BOOTSTRAPS = 4000

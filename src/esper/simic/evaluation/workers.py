@@ -1,270 +1,192 @@
-"""The work of an evaluation in pieces that are independent: some hosts, and the policies that grow them."""
+"""Evaluations in independent jobs: some hosts and the policies that grow them, in this process or in workers."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from esper.kasmina.slot import Isolation
-from esper.leyline import BadValueError, EsperError, head_preset
+from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance
-from esper.simic.evaluation.arena import divide
-from esper.simic.evaluation.policies import RULES, check_same_recipe, make_policies
+from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, hardened, open_arena
+from esper.simic.evaluation.cache import ResultCache
+from esper.simic.evaluation.costs import CostMeter
+from esper.simic.evaluation.policies import ORACLE, Contender, EvaluationConfig, make_policy
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.unseen import AT_ONCE, MOST_POLICIES, EvaluationHosts, Trajectory
 from esper.simic.evaluation.yardsticks import retrain, run_oracle, train_static
-from esper.simic.training.hosts import check_device
-from esper.simic.training.learned import LearnedPolicy
-from esper.tamiyo import Policy, growth_table
-from esper.tolaria import Task, get_task
+from esper.simic.training.collect import action_draws
+from esper.simic.training.episode import play_episode
+from esper.simic.training.hosts import Groups, host_seed
+from esper.tolaria import get_task
 
-ORACLE = "oracle"
+Call = Callable[[Any], Any]  # Any: items and results of any kind
+RunAll = Callable[[Call, Iterable[Any]], Iterable[tuple[Any, Any]]]
+"""Calls a function with every item; yields items with their results, in any order."""
+
+MOST_POLICIES = 15
+"""Policies side by side; a fleet still holds four hosts."""
 ORACLE_HOSTS = 16
-"""Hosts per job of the oracle, which lives an episode per plan on each of them."""
-CONTROLS: dict[str, Callable[[EvaluationHosts, Result], Result]] = {"retrained": retrain, "static": train_static}
-"""Policies that follow from another's results: `retrained:POLICY`, `static:POLICY`."""
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Which hosts, and how they live."""
-
-    task: str
-    hosts: int
-    seed: int
-    preset: str = "core"
-    final: bool = False
-    isolation: Isolation = "shadow"
-    device: str = "cpu"
-    data_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        require_whole("hosts", self.hosts, 2, remark="; one host has no interval")
-        head_preset(self.preset)
-        get_task(self.task)
-
-    def open(self) -> EvaluationHosts:
-        """The hosts, with what their fleets need."""
-        return EvaluationHosts(
-            get_task(self.task),
-            self.hosts,
-            self.seed,
-            head_preset(self.preset),
-            final=self.final,
-            isolation=self.isolation,
-            device=self.device,
-            data_dir=self.data_dir,
-        )
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One policy of one training seed, or a yardstick. Plain values: it travels to other processes."""
-
-    config: EvaluationConfig
-    spec: str
-    greedy: bool = False
-    """The likeliest action instead of a sampled one; for learned policies"""
-    base: Result | None = None
-    """What `retrained:` and `static:` start from"""
-
-    @property
-    def acts(self) -> bool:
-        """Whether it is a policy, which can grow hosts beside others."""
-        return self.base is None and self.spec != ORACLE
+"""Hosts per job of the oracle, which runs an episode per plan on each of them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Some contenders on some hosts of a task: policies that act side by side, or one of any other kind."""
+    """Some contenders on some hosts of a task: policies side by side, or one yardstick."""
 
     contenders: tuple[Contender, ...]
     hosts: range
-    places: tuple[int, ...]
-    """Of the contenders, among all that take part"""
+    indices: tuple[int, ...]
+    """Of these contenders among all"""
 
 
-def make_jobs(contenders: Sequence[Contender]) -> list[Job]:
-    """The work in small pieces. Policies of one task share the controls of their hosts, fifteen at most at a time."""
+def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:
+    """Divide the work into small jobs; policies of one task share the controls of their hosts."""
     together: dict[EvaluationConfig, list[int]] = {}
-    jobs = []
-    for place, one in enumerate(contenders):
+    yardsticks = []
+    for index, one in contenders.items():
         if one.acts:
-            together.setdefault(one.config, []).append(place)
+            together.setdefault(one.config, []).append(index)
         else:
-            most = ORACLE_HOSTS if one.spec == ORACLE else AT_ONCE
-            jobs += [Job((one,), hosts, (place,)) for hosts in divide(one.config.hosts, most)]
-    shared = []
-    for config, places in together.items():
-        for some in divide(len(places), MOST_POLICIES):
-            chosen = tuple(places[some.start : some.stop])
-            at_once = max(1, AT_ONCE // (len(chosen) + 1))
-            side_by_side = tuple(contenders[place] for place in chosen)
-            shared += [Job(side_by_side, hosts, chosen) for hosts in divide(config.hosts, at_once)]
-    return shared + jobs
+            most = ORACLE_HOSTS if one.spec.kind == ORACLE else AT_ONCE
+            yardsticks += [Job((one,), hosts, (index,)) for hosts in divide(one.config.hosts, most)]
+    jobs = []
+    for config, indices in together.items():
+        for part in divide(len(indices), MOST_POLICIES):
+            chosen = tuple(indices[part.start : part.stop])
+            policies = tuple(contenders[index] for index in chosen)
+            jobs += [Job(policies, hosts, chosen) for hosts in divide(config.hosts, _hosts_at_once(len(chosen)))]
+    return jobs + yardsticks
 
 
-def base_of(spec: str) -> str:
-    """The policy that a control of it names; any other policy itself."""
-    kind, _, rest = spec.partition(":")
-    return rest if kind in CONTROLS else spec
+def _hosts_at_once(policies: int) -> int:
+    """Hosts per fleet, each with a control and an env per policy."""
+    return max(1, AT_ONCE // (policies + 1))
 
 
-def is_learned(spec: str) -> bool:
-    """Whether it is a run folder or several; not for controls of one."""
-    return spec.split(":")[0] not in (*RULES, *CONTROLS, ORACLE)
+def host_seeds(config: EvaluationConfig) -> list[int]:
+    """The hosts of an evaluation."""
+    return [host_seed(config.purpose, config.seed, number) for number in range(config.hosts)]
 
 
-def members(spec: str) -> list[str]:
-    """The policies behind a name: one, or one per run folder."""
-    return spec.split("+") if is_learned(spec) else [spec]
+def host_draws(config: EvaluationConfig, hosts: Iterable[int], steps: int, heads: int) -> torch.Tensor:
+    """Random draws of policies (steps, hosts, heads), a function of the host alone."""
+    return torch.cat([action_draws(config.seed, host, 1, steps, heads, config.purpose) for host in hosts], 1)
 
 
-def learned_runs(specs: Iterable[str]) -> list[Path]:
-    """The run folders behind names, each once."""
-    runs = [Path(member) for spec in specs if is_learned(spec) for member in members(spec)]
-    return list({run.resolve(): run for run in runs}.values())
-
-
-def policy_of(spec: str, task: Task, preset: str, device: str) -> Policy:
-    """The policy of a name that stands for one."""
-    (policy,) = make_policies(spec, task, growth_table(head_preset(preset), task.slot_config), device)
-    return policy
-
-
-def check_specs(specs: Sequence[str], config: EvaluationConfig) -> None:
-    """Raise for what cannot be evaluated, before anything runs."""
-    check_device(config.device)
-    if repeated := [spec for spec in specs if list(specs).count(spec) > 1]:
-        raise BadValueError(f"policy {repeated[0]!r} is there twice")
-    for spec in specs:
-        kind, base = spec.partition(":")[0], base_of(spec)
-        if kind in CONTROLS and (base not in specs or base.partition(":")[0] in (*CONTROLS, ORACLE)):
-            # The oracle's gains are measured on half the images.
-            raise BadValueError(f"{spec!r}: {base!r} must be another policy of the list, no control and not the oracle")
-        if spec == ORACLE and config.isolation != "shadow":
-            raise BadValueError(f"the oracle's seeds learn from shadow rows; leave it out with {config.isolation!r}")
-        if kind not in CONTROLS and spec != ORACLE:
-            for member in members(spec):
-                policy_of(member, get_task(config.task), config.preset, config.device)
-        if is_learned(spec):
-            check_same_recipe(members(spec))
-
-
-def run_job(unseen: EvaluationHosts, job: Job) -> list[Result]:
-    """Do it: a result per contender, of the job's hosts."""
-    some, (first, *_) = unseen.part(job.hosts), job.contenders
-    if first.base is not None:
-        return [CONTROLS[first.spec.partition(":")[0]](some, first.base.part(job.hosts))]
-    if first.spec == ORACLE:
-        return [_run_oracle(some, first.config)]
-    return some.grow([_policy(one) for one in job.contenders])
-
-
-def _policy(one: Contender) -> Policy:
-    policy = policy_of(one.spec, get_task(one.config.task), one.config.preset, one.config.device)
-    if not one.greedy:
-        return policy
-    assert isinstance(policy, LearnedPolicy)
-    return LearnedPolicy(policy.agent, greedy=True)
-
-
-def _run_oracle(unseen: EvaluationHosts, config: EvaluationConfig) -> Result:
-    """With hindsight, on the half of the images that did not choose; it is a bound, so its search has no cost here."""
-    found = run_oracle(
-        unseen.task,
-        unseen.seeds,
+def run_job(job: Job) -> list[Result]:
+    """Run a job: one result per contender, on the job's hosts."""
+    first, width = job.contenders[0], len(job.contenders)
+    config, chosen = first.config, slice(job.hosts.start, job.hosts.stop)
+    arena = open_arena(
+        get_task(config.task),
         head_preset(config.preset),
-        rho=unseen.rho,
-        final=unseen.final,
+        final=config.final,
+        isolation=config.isolation,
         device=config.device,
-        batches=unseen.data,
+        data_dir=config.data_dir,
     )
-    accuracy, control, added = (
-        torch.tensor([getattr(host, name) for host in found], dtype=torch.float64)
-        for name in ("accuracy", "control_accuracy", "added_params")
-    )
-    fossils = [[Fossil.named(commit) for commit in host.commits] for host in found]
-    return unseen.result([Trajectory(accuracy, control, added, fossils, {})])
+    if first.spec.kind == ORACLE:
+        return [run_oracle(arena, host_seeds(config)[chosen])[0]]
+    if first.base is not None:
+        control = retrain if first.spec.kind == "retrained" else train_static
+        return [control(arena, host_seeds(config)[chosen], first.base.part(chosen))]
+    # All jobs of an evaluation have fleets of one shape.
+    runner = arena.runner(Groups(min(config.hosts, _hosts_at_once(width)), width))
+    fleet, heads = runner.fleet, len(runner.table)
+    policies = [
+        make_policy(one.spec, arena.task, runner.table, config.device, greedy=one.greedy) for one in job.contenders
+    ]
+    hosts = fill(job.hosts, runner.groups.count)
+    seeds = [host_seed(config.purpose, config.seed, host) for host in hosts]
+    draws = host_draws(config, hosts, arena.task.steps, heads).repeat_interleave(width, 1)
+    meter = CostMeter(fleet, final=config.final)
+    player = PolicyPlayer(runner, SideBySide(policies), seeds, draws, meter)
+    end = hardened(play_episode(runner, player.act, player.on_step))
+    fossils = [
+        [
+            Fossil(slot_id, str(state.blueprint), state.style, state.alpha)
+            for slot_id, state in fleet.states[env].items()
+            if state.stage is SeedStage.FOSSILIZED
+        ]
+        for env in runner.groups.envs
+    ]
+    result = Result.scored(arena.task.host_parameters, *end, fossils, meter.cost())
+    return [result.part(slice(index, width * len(job.hosts), width)) for index in range(width)]
 
 
-Run = Callable[[Sequence[Contender]], list[Result]]
+def run_contenders(
+    contenders: Sequence[Contender],
+    run_all: RunAll | None = None,
+    advance: Advance | None = None,
+    cache: ResultCache | None = None,
+) -> list[Result]:
+    """Run contenders on all their hosts, except for what the cache holds. `advance` counts hosts × contenders."""
+    keys = [cache.key(one) for one in contenders] if cache else []  # before they run: training may continue meanwhile
+    by_host = [cache.read(key) for key in keys] if cache else [{} for _ in contenders]
+    left = {index: one for index, one in enumerate(contenders) if len(by_host[index]) < one.config.hosts}
+    jobs = [job for job in make_jobs(left) if any(h not in by_host[index] for index in job.indices for h in job.hosts)]
+    if advance is not None:
+        work = sum(len(job.hosts) * len(job.indices) for job in jobs)
+        advance(sum(one.config.hosts for one in contenders) - work)
+    for job, results in (run_all or run_here)(run_job, jobs):
+        for index, result in zip(job.indices, results, strict=True):
+            if cache is not None:
+                cache.write(keys[index], job.hosts, result)
+            by_host[index].update(zip(job.hosts, result.by_host(), strict=True))
+        if advance is not None:
+            advance(len(job.hosts) * len(job.indices), job.contenders[0].spec.text if len(job.indices) == 1 else "")
+    return [Result.joined([hosts[host] for host in sorted(hosts)]) for hosts in by_host]
 
 
-class Done(NamedTuple):
-    """A job and what it led to."""
-
-    job: Job
-    results: list[Result]
-
-
-RunJobs = Callable[[list[Job]], Iterable[Done]]
-Recall = Callable[[Sequence[Contender], RunJobs], Iterable[Done]]
-"""All of the contenders' work: what is known already, and what the given function finds about the rest."""
-
-
-def run_everything(contenders: Sequence[Contender], run_jobs: RunJobs) -> Iterable[Done]:
-    """Nothing is known."""
-    return run_jobs(make_jobs(contenders))
+def run_here(call: Call, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Call a function with one item after the other in this process."""
+    return ((item, call(item)) for item in items)
 
 
 @contextmanager
-def job_runner(workers: int, advance: Advance | None = None, recall: Recall = run_everything) -> Iterator[Run]:
-    """Runs contenders here, or in so many processes of one thread each; the results are the same, in their order.
+def run_with(workers: int) -> Iterator[RunAll]:
+    """Run calls in this process, or in this number of processes; the results are the same.
 
-    Processes are spawned: they know the tasks that are registered by importing esper, or the main module. `advance`
-    counts hosts × contenders.
+    Processes are spawned: they know the tasks that importing esper, or the main module, registers.
     """
     require_whole("workers", workers, 1)
     if workers == 1:
-        opened = lru_cache(maxsize=1)(EvaluationConfig.open)  # jobs come task by task
-
-        def run_here(jobs: list[Job]) -> Iterator[Done]:
-            return (_run_job(job, opened) for job in jobs)
-
-        yield lambda contenders: collect(contenders, recall(contenders, run_here), advance)
+        try:
+            yield run_here
+        finally:
+            open_arena.cache_clear()
         return
     with worker_pool(workers) as pool:
 
-        def run_there(jobs: list[Job]) -> Iterator[Done]:
-            futures = [pool.submit(run_in_worker, job) for job in jobs]
-            return (future.result() for future in as_completed(futures))  # the first failure ends all
+        def run_there(call: Call, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+            futures = {pool.submit(call_in_worker, call, item): item for item in items}
+            return ((futures[future], future.result()) for future in as_completed(futures))  # raises the first error
 
-        yield lambda contenders: collect(contenders, recall(contenders, run_there), advance)
+        yield run_there
 
 
-def collect(contenders: Sequence[Contender], done: Iterable[Done], advance: Advance | None = None) -> list[Result]:
-    """Collect the parts of every contender's result."""
-    parts: list[dict[int, Result]] = [{} for _ in contenders]
-    for job, results in done:
-        for place, result in zip(job.places, results, strict=True):
-            parts[place][job.hosts.start] = result
-        if advance is not None:
-            advance(len(job.hosts) * len(job.places), job.contenders[-1].spec if len(job.places) == 1 else "")
-    return [Result.joined([found[start] for start in sorted(found)]) for found in parts]
+def call_in_worker(call: Call, item: Any) -> Any:
+    """Call a function in a worker process."""
+    try:
+        return call(item)
+    except EsperError as error:
+        raise BadValueError(str(error)) from None  # errors with arguments of their own cannot be sent back
 
 
 @contextmanager
-def worker_pool(
-    workers: int, begin: Callable[..., None] | None = None, *given: object
-) -> Iterator[ProcessPoolExecutor]:
-    """Processes of one thread each; `begin(*given)` is called first in each of them. They end with this process,
-    however that ends; where the block ends with an error, or by Ctrl-C, what they are at is not waited for."""
-    first = partial(_begin_worker, begin, *given)
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=first)
+def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes of one thread each. They end with this process, and are not waited for if the block raises."""
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_worker)
     try:
         yield pool
     except BaseException:
-        # A pool can only be waited for. Private, and there in every version so far; without it, it is waited for.
+        # A pool can only be waited for. This attribute is private, but every version so far has it.
         for process in list((getattr(pool, "_processes", None) or {}).values()):
             process.terminate()
         raise
@@ -272,33 +194,14 @@ def worker_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker(begin: Callable[..., None] | None, *given: object) -> None:
+def _begin_worker() -> None:
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    if begin is not None:
-        begin(*given)
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work forever."""
+    """End this process with its parent; a worker whose parent was killed would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _run_job(job: Job, opened: Callable[[EvaluationConfig], EvaluationHosts]) -> Done:
-    return Done(job, run_job(opened(job.contenders[0].config), job))
-
-
-_opened = lru_cache(maxsize=1)(EvaluationConfig.open)
-"""Of a worker process: its fleet serves job after job."""
-
-
-def run_in_worker(job: Job) -> Done:
-    """Do it in a worker process."""
-    try:
-        return _run_job(job, _opened)
-    except EsperError as error:
-        # Errors with arguments of their own do not survive the way back.
-        raise BadValueError(f"{', '.join(one.spec for one in job.contenders)}: {error}") from None

@@ -1,22 +1,24 @@
-"""What growing is worth: pure functions over tensors of envs, each reward with its breakdown."""
+"""Rewards as pure functions over tensors of envs, each with its breakdown, and the attribution of gain to seeds."""
 
 from esper.simic.rewards.attribution import (
     Attribution,
     Coalition,
+    Finding,
     Score,
+    Suspects,
+    Suspicion,
+    detect,
+    findings,
     leave_one_out,
     sampled_shapley,
     shapley,
 )
 from esper.simic.rewards.config import DetectorLimits, Family, GammaMismatchError, RewardConfig, check_gamma
-from esper.simic.rewards.detectors import Finding, Suspects, Suspicion, detect, findings
 from esper.simic.rewards.families import FAMILIES, compute_reward
 from esper.simic.rewards.potentials import (
-    RewardBreakdown,
     Rewarded,
     RewardInputs,
     is_measured,
-    potential,
     relative_loss,
 )
 
@@ -28,7 +30,6 @@ __all__ = [
     "Family",
     "Finding",
     "GammaMismatchError",
-    "RewardBreakdown",
     "RewardConfig",
     "RewardInputs",
     "Rewarded",
@@ -41,7 +42,6 @@ __all__ = [
     "findings",
     "is_measured",
     "leave_one_out",
-    "potential",
     "relative_loss",
     "sampled_shapley",
     "shapley",

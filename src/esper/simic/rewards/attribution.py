@@ -1,10 +1,11 @@
-"""What each seed of a host is worth, with its error.
+"""What each seed is worth, with its error, and which seeds look better than they are.
 
-Three answers from one function that scores coalitions of seeds (the others silenced): what is lost without it
-(leave-one-out), its mean worth over all orders of arrival (Shapley), and the latter from sampled orders. All are
-weighted sums of scores, so one function turns weights into values and paired errors.
+Values come from one function that scores coalitions of seeds, with the others silenced. *Leave-one-out* is the loss
+without a seed. *Shapley* is its mean marginal over all orders of arrival, or over sampled ones. All are weighted sums
+of scores. Silencing also measures how far a host depends on a seed; only a control measures gain.
 
-Silencing a seed in a host that has grown used to it measures dependence too; only a control measures gain.
+The detectors judge every step with an acting seed. *Hacking*: the host depends on a seed far more than it has gained.
+*Ransomware*: the host would lose much without the seed, and has gained nothing over its control.
 """
 
 import itertools
@@ -12,7 +13,8 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,29 +25,29 @@ from esper.kasmina.compare import RowScore, score_row
 from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement
 from esper.leyline.numbers import require_whole
+from esper.simic.rewards.config import DetectorLimits
+from esper.simic.rewards.potentials import is_measured
+from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
 from esper.tolaria.batches import Samples
 from esper.tolaria.memory import LEAST_PART, memory_guard
 from esper.tolaria.passes import score_rows
-from esper.tolaria.rows import Rows, deployed_rows
+from esper.tolaria.rows import deployed_rows
 
 EXACT_UP_TO = 4
-"""Seeds whose 2ⁿ coalitions are all scored."""
+"""Number of seeds up to which all 2ⁿ coalitions are scored."""
 
 Coalition = frozenset[int]
-Method = Literal["leave-one-out", "exact", "sampled"]
 Weights = Mapping[Coalition, float]
 
 
 class Score(NamedTuple):
-    """A host with only some of its seeds acting."""
+    """A host in which only some seeds act."""
 
     accuracy: float
     """Points"""
     correct: Tensor | None = None
-    """(images,) 0 or 1 for the same images in every coalition: errors are then paired"""
-    error: float = 0.0
-    """Standard error of the accuracy, used where `correct` is missing: errors then add up as if independent"""
+    """(images,) 0 or 1, on the same images for every coalition; without it, the score has no error"""
 
 
 ScoreCoalition = Callable[[Coalition], Score]
@@ -56,8 +58,8 @@ class Attribution(NamedTuple):
 
     seeds: tuple[Measurement, ...]
     together: Measurement
-    """All seeds against none; for Shapley values their sum. Leave-one-out values need not sum to anything."""
-    method: Method
+    """All seeds against none. Shapley values add up to it; leave-one-out values need not."""
+    method: Literal["leave-one-out", "exact", "sampled"]
     evaluations: int
     """Coalitions that were scored"""
 
@@ -65,50 +67,48 @@ class Attribution(NamedTuple):
 def leave_one_out(score: ScoreCoalition, seeds: int) -> Attribution:
     """What the host loses without each seed, all others acting: n + 2 coalitions."""
     require_whole("seeds", seeds, 0)
-    weights: list[Weights] = [{_all(seeds): 1.0, _all(seeds) - {seed}: -1.0} for seed in range(seeds)]
-    return _attribute(_Scored(score), weights, seeds, "leave-one-out")
+    everyone = frozenset(range(seeds))
+    weights: list[Weights] = [{everyone: 1.0, everyone - {seed}: -1.0} for seed in range(seeds)]
+    return _attribute(_Scores(score), weights, "leave-one-out")
 
 
 def shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
-    """Exact for up to four seeds; above, from so many random orders, each with its reverse."""
+    """Shapley values: exact for up to four seeds, otherwise from random orders."""
     require_whole("seeds", seeds, 0)
-    if seeds <= EXACT_UP_TO:
-        return _attribute(_Scored(score), [shapley_weights(seed, seeds) for seed in range(seeds)], seeds, "exact")
-    return sampled_shapley(score, seeds, orders=orders, rng_seed=rng_seed)
+    if seeds > EXACT_UP_TO:
+        return sampled_shapley(score, seeds, orders=orders, rng_seed=rng_seed)
+    return _attribute(_Scores(score), [shapley_weights(seed, seeds) for seed in range(seeds)], "exact")
 
 
 def sampled_shapley(score: ScoreCoalition, seeds: int, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
-    """Mean over random orders, each with its reverse; errors include that not all orders were tried.
+    """Means over random orders, each with its reverse. Errors include that of sampling.
 
-    Every order's marginals sum to all seeds against none, so the values do too.
+    The marginals of every order add up to all seeds against none, and so do the values.
     """
     require_whole("seeds", seeds, 1)
     if orders < 4 or orders % 2:
         raise BadValueError(f"orders {orders!r} is not an even number of 4 or more; each order comes with its reverse")
-    scored, generator = _Scored(score), random.Random(rng_seed)
+    scores, generator = _Scores(score), random.Random(rng_seed)
     weights: list[dict[Coalition, float]] = [defaultdict(float) for _ in range(seeds)]
     pairs: list[list[float]] = [[] for _ in range(seeds)]  # mean marginal of an order and its reverse
     for _ in range(orders // 2):
         order = generator.sample(range(seeds), seeds)
-        found = [0.0] * seeds
+        marginals = [0.0] * seeds
         for direction in (order, order[::-1]):
             for position, seed in enumerate(direction):
                 without = frozenset(direction[:position])
                 weights[seed][without | {seed}] += 1 / orders
                 weights[seed][without] -= 1 / orders
-                found[seed] += (scored[without | {seed}].accuracy - scored[without].accuracy) / 2
-        for seed, marginal in enumerate(found):
+                marginals[seed] += (scores[without | {seed}].accuracy - scores[without].accuracy) / 2
+        for seed, marginal in enumerate(marginals):
             pairs[seed].append(marginal)
-    result = _attribute(scored, weights, seeds, "sampled")
-    widened = [
-        Measurement(measured.value, math.hypot(measured.error, _standard_error(found)))
-        for measured, found in zip(result.seeds, pairs, strict=True)
-    ]
-    return result._replace(seeds=tuple(widened))
+    result = _attribute(scores, weights, "sampled")
+    errors = [math.hypot(seed.error, _standard_error(pair)) for seed, pair in zip(result.seeds, pairs, strict=True)]
+    return result._replace(seeds=tuple(map(Measurement, (seed.value for seed in result.seeds), errors)))
 
 
 def shapley_weights(seed: int, seeds: int) -> Weights:
-    """φ = Σ_S |S|! (n − |S| − 1)! / n! · (v(S + seed) − v(S)) over coalitions S without it."""
+    """φ = Σ_S |S|! (n − |S| − 1)! / n! · (v(S + seed) − v(S)) over coalitions S without the seed."""
     others = [other for other in range(seeds) if other != seed]
     weights: dict[Coalition, float] = {}
     for size in range(seeds):
@@ -119,24 +119,13 @@ def shapley_weights(seed: int, seeds: int) -> Weights:
     return weights
 
 
-def weighted(weights: Weights, scores: Mapping[Coalition, Score]) -> Measurement:
-    """A weighted sum of scores, with its standard error: paired where each score has its images."""
-    value = sum(weight * scores[coalition].accuracy for coalition, weight in weights.items())
-    images = [(weight, scores[coalition].correct) for coalition, weight in weights.items()]
-    per_image: Tensor | None = None
-    for weight, correct in images:
-        if correct is None:
-            independent = math.sqrt(sum((weight * scores[c].error) ** 2 for c, weight in weights.items()))
-            return Measurement(value, independent)
-        part = 100.0 * weight * correct.double()
-        per_image = part if per_image is None else per_image + part
-    if per_image is None or per_image.numel() < 2:
-        return Measurement(value, 0.0)
-    return Measurement(value, float(per_image.std()) / math.sqrt(per_image.numel()))
+def _standard_error(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-class _Scored(dict[Coalition, Score]):
-    """Scores each coalition once, when it is first asked for."""
+class _Scores(dict[Coalition, Score]):
+    """Scores each coalition once, on first use."""
 
     def __init__(self, score: ScoreCoalition) -> None:
         super().__init__()
@@ -147,34 +136,35 @@ class _Scored(dict[Coalition, Score]):
         return self[coalition]
 
 
-def _all(seeds: int) -> Coalition:
-    return frozenset(range(seeds))
+def _attribute(
+    scores: _Scores, weights: Sequence[Weights], method: Literal["leave-one-out", "exact", "sampled"]
+) -> Attribution:
+    values = tuple(_weighted_sum(each, scores) for each in weights)
+    whole: Weights = {frozenset(range(len(weights))): 1.0, frozenset(): -1.0}
+    together = _weighted_sum(whole, scores) if weights else Measurement(0.0, 0.0)
+    return Attribution(values, together, method, len(scores))
 
 
-def _attribute(scored: _Scored, weights: Sequence[Weights], seeds: int, method: Method) -> Attribution:
-    values = tuple(weighted(each, scored) for each in weights)
-    together = weighted({_all(seeds): 1.0, frozenset(): -1.0}, scored) if seeds else Measurement(0.0, 0.0)
-    return Attribution(values, together, method, len(scored))
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+def _weighted_sum(weights: Weights, scores: Mapping[Coalition, Score]) -> Measurement:
+    """A weighted sum of scores with its standard error, paired over the images."""
+    value = sum(weight * scores[coalition].accuracy for coalition, weight in weights.items())
+    correct = [(weight, scores[coalition].correct) for coalition, weight in weights.items()]
+    parts = [100.0 * weight * images.double() for weight, images in correct if images is not None]
+    if len(parts) < len(weights) or parts[0].numel() < 2:
+        return Measurement(value, 0.0)
+    return Measurement(value, float(reduce(torch.add, parts).std()) / math.sqrt(parts[0].numel()))
 
 
 class ActingSeeds(NamedTuple):
-    """The seeds that act in one host; they are scored as the host is at that moment."""
+    """The acting seeds of one host in its current state."""
 
     slots: tuple[str, ...]
-    """Seed i of a coalition is the one in slot i, in the host's order"""
+    """Seed i of a coalition is in slot i, in the host's order"""
     score: ScoreCoalition
 
 
 def attribute(seeds: ActingSeeds, *, orders: int = 20, rng_seed: int = 0) -> Attribution:
-    """What each of them is worth, in the order of `seeds.slots`: Shapley values.
-
-    Exact for up to four seeds, from all their coalitions; above, from so many random orders of arrival.
-    """
+    """Shapley values in the order of `seeds.slots`: exact for up to four seeds, otherwise from random orders."""
     return shapley(seeds.score, len(seeds.slots), orders=orders, rng_seed=rng_seed)
 
 
@@ -184,43 +174,106 @@ def seeds_of_model(model: MorphogeneticModel, x: Tensor, targets: Tensor, calibr
 
     def score(acting: Collection[str]) -> RowScore:
         roles = {slot_id: Role.SILENT for slot_id in slots if slot_id not in acting}
-        with torch.compiler.set_stance("force_eager"):  # rows that run once are not worth a graph each
+        with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
             return score_row(model.body, x, targets, roles, calibration)
 
-    return ActingSeeds(slots, _by_number(slots, score))
+    return _acting_seeds(slots, score)
 
 
 def seeds_of_host(fleet: HostFleet, env: int, samples: Samples | None = None) -> ActingSeeds:
-    """The acting seeds of one host of a fleet, on these images (default: those that `fleet.validate` scores)."""
+    """The acting seeds of one host of a fleet; by default, on the images of `fleet.validate`."""
     fleet.check_env(env)
     slots = tuple(slot_id for slot_id, state in fleet.states[env].items() if state.stage in ACTIVE_STAGES)
     samples = fleet.batches.validation() if samples is None else samples
     calibration = fleet.batches.calibration(fleet.task.calibration_size)
-    # Among neighbours, whose rows are thrown away: in passes of fewer rows some kernels round differently.
+    # Scored among neighbours, whose rows are discarded: in passes of fewer rows some kernels round differently.
     everyone = range(len(fleet.host.weights))
     first = max(0, min(env, len(everyone) - LEAST_PART))
     envs = everyone[first : first + LEAST_PART]
 
     def score(acting: Collection[str]) -> RowScore:
         with memory_guard(fleet, "scoring coalitions"):
-            return score_rows(fleet, _rows_with(fleet, envs, acting), samples, calibration)[envs.index(env)]
+            fleet.update_plan()
+            rows = deployed_rows(fleet, envs)
+            acts = {slot: [act for act in acts if act.bank.slot.slot_id in acting] for slot, acts in rows.acts.items()}
+            return score_rows(fleet, replace(rows, acts=acts), samples, calibration)[envs.index(env)]
 
-    return ActingSeeds(slots, _by_number(slots, score))
-
-
-def _rows_with(fleet: HostFleet, envs: Sequence[int], acting: Collection[str]) -> Rows:
-    """Main rows of these envs in which only these slots act."""
-    _ = fleet.plan  # settles the banks
-    rows = deployed_rows(fleet, envs)
-    acts = {place: [act for act in found if act.bank.slot.slot_id in acting] for place, found in rows.acts.items()}
-    return replace(rows, acts=acts)
+    return _acting_seeds(slots, score)
 
 
-def _by_number(slots: Sequence[str], score: Callable[[Collection[str]], RowScore]) -> ScoreCoalition:
-    """Slots by their number, and what pairs the errors."""
-
+def _acting_seeds(slots: tuple[str, ...], score: Callable[[Collection[str]], RowScore]) -> ActingSeeds:
     def score_numbered(coalition: Coalition) -> Score:
-        found = score([slots[seed] for seed in coalition])
-        return Score(found.accuracy, found.correct)
+        row = score([slots[seed] for seed in coalition])
+        return Score(row.accuracy, row.correct)
 
-    return score_numbered
+    return ActingSeeds(slots, score_numbered)
+
+
+Suspicion = Literal["hacking", "ransomware"]
+Severity = Literal["warning", "critical"]
+SEVERITY: dict[Suspicion, Severity] = {"hacking": "warning", "ransomware": "critical"}
+
+
+class Suspects(NamedTuple):
+    """Which seeds are suspicious, bool (N, S), or (T, N, S) over an episode; never both in one step."""
+
+    hacking: Tensor
+    ransomware: Tensor
+
+    @staticmethod
+    def over(steps: "Sequence[Suspects]") -> "Suspects":
+        """The suspects of an episode, (T, N, S)."""
+        return Suspects(*(torch.stack(flags) for flags in zip(*steps, strict=True)))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A seed that became suspicious."""
+
+    step: int
+    env: int
+    slot: str
+    suspicion: Suspicion
+    severity: Severity
+    contribution: float
+    """Points that the host would lose without the seed"""
+    gain: float
+    """Points that the host has over its control"""
+
+
+def detect(slots: SlotView, gain: Tensor, limits: DetectorLimits) -> Suspects:
+    """Judge the measured seeds of hosts with this gain (N,). A contribution within its own error proves nothing."""
+    contribution, gain = slots.contribution, gain.unsqueeze(-1)
+    large = (contribution.value >= limits.contribution) & (contribution.value > contribution.error)
+    large &= is_measured(contribution, slots.alpha)
+    return Suspects(large & (gain > 0) & (contribution.value >= limits.ratio * gain), large & (gain <= 0))
+
+
+def findings(
+    suspects: Suspects, germinations: Tensor, contribution: Tensor, gain: Tensor, slot_ids: Sequence[str]
+) -> tuple[Finding, ...]:
+    """The first suspicious step of every seed and suspicion, by step, env and slot. Host sync: a few in all.
+
+    `germinations` (T, N, S) counts the seeds that a slot has had; `contribution` (T, N, S); `gain` (T, N).
+    """
+    result = []
+    for (name, severity), flags in zip(SEVERITY.items(), suspects, strict=True):
+        first = flags & (_count_by_seed(flags, germinations) == 1)
+        positions = first.nonzero()
+        contributions, gains = contribution[first].tolist(), gain[positions[:, 0], positions[:, 1]].tolist()
+        for (step, env, slot), *points in zip(positions.tolist(), contributions, gains, strict=True):
+            result.append(Finding(step, env, slot_ids[slot], name, severity, *points))
+    return tuple(sorted(result, key=lambda finding: (finding.step, finding.env, finding.slot)))
+
+
+def _count_by_seed(flags: Tensor, germinations: Tensor) -> Tensor:
+    """(T, N, S): flags so far of the seed that is in the slot.
+
+    Ages would not tell seeds apart: a host that a panic restored has the same age twice.
+    """
+    count = flags.cumsum(0)
+    another = torch.ones_like(flags)
+    another[1:] = germinations[1:] != germinations[:-1]
+    # Counts never fall, so the largest count before a change is that of the last change.
+    before = torch.where(another, count - flags.long(), 0).cummax(0).values
+    return count - before

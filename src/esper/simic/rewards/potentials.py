@@ -1,30 +1,29 @@
 """The inputs of a reward, its parts, and the potentials that shape it."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, SeedStage, objective
+from esper.leyline import BadValueError, SeedStage
 from esper.tamiyo.signals import Measured, SlotView
 
 SHAPING = "shaping"
-"""Name of the part that telescopes away; every other part is earned or paid for good."""
+"""Name of the part that telescopes away; all other parts are final."""
 
 
 class RewardInputs(NamedTuple):
-    """One step s → s' of every env, (N,) unless something else is said; accuracies and gains in points.
+    """One step s → s' of every env, (N,) unless stated otherwise; accuracies and gains in points.
 
-    In a panic nothing is read of s' (which the host never reached healthily): such rows may hold anything, NaN too.
+    In a panic nothing of s' is read, because the host never reached it: such rows may hold anything, including NaN.
     """
 
     potential: Tensor
-    """Φ(s) as the step before returned it; 0 at the start of an episode"""
+    """Φ(s) as the previous step returned it; 0 at the start of an episode"""
     op: Tensor
-    """long: what was executed in s; WAIT where nothing was"""
+    """long: what was executed in s; WAIT if nothing was"""
     slot: Tensor
     """long: where"""
     before: SlotView
@@ -32,7 +31,7 @@ class RewardInputs(NamedTuple):
     after: SlotView
     """s'"""
     seed_parameters: Tensor
-    """(N, S) parameters of the seed that each slot held in s; 0 where there was none"""
+    """(N, S) parameters of the seed that each slot held in s, or 0"""
     gain: Tensor
     """Of the live host in s'"""
     control_accuracy: Tensor
@@ -40,7 +39,7 @@ class RewardInputs(NamedTuple):
     loss: Tensor
     """Validation loss of the live host in s', in units of the random-guess loss"""
     acting_parameters: Tensor
-    """Of all seeds with alpha > 0 in s'; of s in a panic"""
+    """Of all seeds with alpha > 0 in s'; in s after a panic"""
     fossil_parameters: Tensor
     host_parameters: Tensor
     terminal: Tensor
@@ -50,45 +49,29 @@ class RewardInputs(NamedTuple):
     objective_loss: Tensor
     """Of the hardened host, in units of the random-guess loss; read where terminal"""
     panic: Tensor
-    """bool: training on the way to s' failed, and the host was sent back to s"""
+    """bool: training on the way to s' failed, and the host was restored to s"""
 
 
-@dataclass(frozen=True)
-class RewardBreakdown:
-    """What a reward is made of."""
+class Rewarded(NamedTuple):
+    """A reward and its parts, and the potential for the next one."""
 
     parts: Mapping[str, Tensor]
     """(N,) each"""
+    potential: Tensor
+    """(N,) Φ(s') to pass to the next step: 0 after an episode, Φ(s) after a panic"""
+    levels: Mapping[str, Tensor]
+    """(N,) each: the terms of Φ(s'); meaningless after a panic or an end"""
 
     @property
     def total(self) -> Tensor:
         """(N,) the sum of the parts, in their order."""
-        return _sum(self.parts.values())
+        return reduce(torch.add, self.parts.values())
 
     @property
     def shaped_share(self) -> Tensor:
-        """(N,) shaping's share of all that was paid, by size: in [0, 1]; 0 where nothing was paid at all."""
-        sizes = _sum(part.abs() for part in self.parts.values())
+        """(N,) absolute shaping over the sum of absolute parts, in [0, 1]; 0 if all parts are 0."""
+        sizes = reduce(torch.add, (part.abs() for part in self.parts.values()))
         return torch.where(sizes > 0, self.parts[SHAPING].abs() / torch.where(sizes > 0, sizes, 1.0), 0.0)
-
-
-def _sum(parts: Iterable[Tensor]) -> Tensor:
-    return reduce(torch.add, parts)
-
-
-class Rewarded(NamedTuple):
-    """A reward, and what to keep for the next."""
-
-    breakdown: RewardBreakdown
-    potential: Tensor
-    """(N,) Φ(s') to hand in with the next step: 0 after an episode, Φ(s) after a panic"""
-    levels: Mapping[str, Tensor]
-    """(N,) each: what Φ(s') is made of, to be looked at (meaningless after a panic or an end)"""
-
-    @property
-    def total(self) -> Tensor:
-        """(N,)"""
-        return self.breakdown.total
 
 
 STAGE_POTENTIALS: dict[SeedStage, float] = {
@@ -105,25 +88,15 @@ STAGE_POTENTIALS: dict[SeedStage, float] = {
 
 
 def relative_loss(loss: Tensor, random_guess_loss: float) -> Tensor:
-    """A loss in units of the task's random-guess loss: 1 is guessing, for any task."""
+    """A loss in units of the task's random-guess loss."""
     if not random_guess_loss > 0:
         raise BadValueError(f"random_guess_loss {random_guess_loss!r} is not above 0")
     return loss.double() / random_guess_loss
 
 
-def potential(gain: Tensor, acting_parameters: Tensor, host_parameters: Tensor, rho: float) -> Tensor:
-    """Live gain − rent of all seeds with alpha > 0, (N,)."""
-    return objective(gain.double(), acting_parameters.double(), host_parameters.double(), rho)
-
-
 def shaping(before: Tensor, after: Tensor, ends: Tensor, gamma: float) -> Tensor:
     """γ Φ(s') − Φ(s), with Φ(s') := 0 where the segment ends."""
     return gamma * torch.where(ends, 0.0, after.double()) - before.double()
-
-
-def carried(before: Tensor, after: Tensor, terminal: Tensor, panic: Tensor) -> Tensor:
-    """The Φ that the next step starts from: 0 after an episode, Φ(s) where a panic led back to s."""
-    return torch.where(terminal, 0.0, torch.where(panic, before.double(), after.double()))
 
 
 def stage_potential(stage: Tensor) -> Tensor:
@@ -133,25 +106,30 @@ def stage_potential(stage: Tensor) -> Tensor:
 
 
 def is_measured(contribution: Measured, alpha: Tensor) -> Tensor:
-    """(N, S): a silent seed (alpha 0) has no contribution, whatever was written down."""
+    """(N, S): whether a contribution counts. A silent seed (alpha 0) has none, whatever was recorded."""
     return contribution.valid & (alpha > 0)
 
 
-def credit(contribution: Measured, alpha: Tensor, gain: Tensor) -> Tensor:
+def measured_points(slots: SlotView) -> Tensor:
+    """Measured contributions, (N, S); 0 where there is none."""
+    return torch.where(is_measured(slots.contribution, slots.alpha), slots.contribution.value.double(), 0.0)
+
+
+def credit(slots: SlotView, gain: Tensor) -> Tensor:
     """Points that each seed is credited with, (N, S).
 
-    Contributions, scaled down together where they claim more than the host has gained on its control: dependence is no
-    merit, and neither is the host's own drift. Harm is charged in full. Silent or unmeasured seeds get nothing.
+    Contributions that add up to more than the gain over the control are scaled down to it: neither dependence nor the
+    host's own progress earns credit. Harm is charged in full. Silent or unmeasured seeds get nothing.
     """
-    points = torch.where(is_measured(contribution, alpha), contribution.value.double(), 0.0)
+    points = measured_points(slots)
     claims = points.clamp_min(0)
     claimed, earned = claims.sum(-1, keepdim=True), gain.double().clamp_min(0).unsqueeze(-1)
     share = torch.where(claimed > earned, earned / torch.where(claimed > 0, claimed, 1.0), 1.0)
     return claims * share + points.clamp_max(0)
 
 
-def unexplained(contribution: Measured, alpha: Tensor, gain: Tensor) -> Tensor:
-    """Gain that measured contributions leave to acting seeds without one, (N,); 0 where there is no such seed."""
-    unmeasured = (alpha > 0) & ~contribution.valid
-    explained = credit(contribution, alpha, gain).clamp_min(0).sum(-1)
+def unexplained(slots: SlotView, gain: Tensor) -> Tensor:
+    """Gain that measured contributions leave to acting but unmeasured seeds, (N,); 0 without such a seed."""
+    unmeasured = (slots.alpha > 0) & ~slots.contribution.valid
+    explained = credit(slots, gain).clamp_min(0).sum(-1)
     return torch.where(unmeasured.any(-1), (gain.double() - explained).clamp_min(0), 0.0)

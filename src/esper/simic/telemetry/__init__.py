@@ -1,44 +1,38 @@
-"""What goes wrong in learning, named while it happens: measurements, alarms, profiles. Nothing here changes a run."""
+"""Measures training, raises alarms and profiles, without changing a run."""
 
-from esper.simic.telemetry.alarms import Alarm, AlarmLimits, RoundFacts, Severity
-from esper.simic.telemetry.catalogue import alarm_catalogue
-from esper.simic.telemetry.detector import AnomalyDetector, DetectorState, DriftState, GradientEMATracker
-from esper.simic.telemetry.examination import Detail, DetailLevel, DetailReport, Examination
-from esper.simic.telemetry.gradients import (
-    GradientFigures,
+from esper.simic.telemetry.alarms import Alarm, AlarmLimits, RoundFacts
+from esper.simic.telemetry.detector import AnomalyDetector, Detail, DetectorState, GradientEMATracker
+from esper.simic.telemetry.examination import (
+    DetailReport,
+    Examination,
+    RatioExplosionDiagnostic,
+    observation_statistics,
+)
+from esper.simic.telemetry.measurements import (
     GradientMonitor,
-    GradientReport,
+    LstmHealth,
     collect_gradients,
+    compute_lstm_health,
     gradients_of,
     measure_gradients,
+    worst_health,
 )
-from esper.simic.telemetry.lstm import LstmHealth, compute_lstm_health, worst_health
-from esper.simic.telemetry.observations import ColumnStatistics, observation_statistics
 from esper.simic.telemetry.profiling import Spans, SpanTotal, check_trace, operator_trace
-from esper.simic.telemetry.ratios import Offender, RatioExplosionDiagnostic, RatioLimits, RatioReport
+from esper.simic.telemetry.rules import alarm_catalogue
 
 __all__ = [
     "Alarm",
     "AlarmLimits",
     "AnomalyDetector",
-    "ColumnStatistics",
     "Detail",
-    "DetailLevel",
     "DetailReport",
     "DetectorState",
-    "DriftState",
     "Examination",
     "GradientEMATracker",
-    "GradientFigures",
     "GradientMonitor",
-    "GradientReport",
     "LstmHealth",
-    "Offender",
     "RatioExplosionDiagnostic",
-    "RatioLimits",
-    "RatioReport",
     "RoundFacts",
-    "Severity",
     "SpanTotal",
     "Spans",
     "alarm_catalogue",

@@ -1,49 +1,50 @@
-"""How far a gradient norm has drifted from what it used to be."""
+"""Begins and ends alarms by the table of rules, and raises the level of detail after one."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from esper.leyline import BadValueError
-from esper.leyline.numbers import require_positive, require_whole
+from esper.leyline.numbers import require_positive
 from esper.simic.agent import PPOConfig, PPOUpdateMetrics
-from esper.simic.telemetry.alarms import Alarm, AlarmLimits, Reading, RoundFacts, Rule, Sight
-from esper.simic.telemetry.rules import RULES
+from esper.simic.telemetry.alarms import Alarm, AlarmLimits, Reading, RoundFacts
+from esper.simic.telemetry.rules import GRADIENT_LOW, RULES, Evidence, Rule
+
+CALM = 3
+"""Healthy rounds running that end an alarm."""
+DRIFT_MOMENTUM = 0.95
+DRIFT_WARMUP = 5
+"""Rounds before a gradient norm has a usual value."""
 
 
 @dataclass(frozen=True)
 class DriftState:
-    """What a tracker remembers; plain numbers, for a checkpoint."""
+    """State of a tracker, for a checkpoint."""
 
     log_mean: float = 0.0
     """Exponential mean of ln(norm)"""
     count: int = 0
 
-    def __post_init__(self) -> None:
-        require_whole("count", self.count, 0)
-        if not math.isfinite(self.log_mean):
-            raise BadValueError(f"log_mean {self.log_mean!r} is not finite")
-
 
 class GradientEMATracker:
-    """Compares a norm with its exponential mean, which is taken over logarithms: norms vary by factors, and one burst
-    must not set the scale for long. The k-th value weighs max(1/k, 1 − momentum): no pull of a made-up start. One that
-    is in doubt weighs 1 − momentum, or the mean of a young run would have followed a drift before it counts as one."""
+    """Compares a norm with its exponential mean, taken over logarithms so that a burst does not set the scale.
 
-    def __init__(self, momentum: float = 0.9, state: DriftState | None = None) -> None:
+    The k-th norm weighs max(1/k, 1 − momentum), so that the initial value has no pull. A doubtful norm always weighs
+    1 − momentum; otherwise the mean of a young run would follow a drift before it is recognised.
+    """
+
+    def __init__(self, momentum: float = DRIFT_MOMENTUM, state: DriftState | None = None) -> None:
         if not 0 <= momentum < 1:
             raise BadValueError(f"momentum {momentum!r} is not in [0, 1)")
         self.momentum = momentum
         self.state = state if state is not None else DriftState()
 
-    @property
-    def mean(self) -> float | None:
-        """What the norm used to be; None before the first."""
-        return math.exp(self.state.log_mean) if self.state.count else None
-
     def observe(self, norm: float, doubtful: float = math.inf) -> float:
-        """How many times the norm differs from its mean so far, up or down (1: not at all); then take it in, with the
-        least weight if it differs by more than `doubtful` times."""
-        require_positive("norm", norm, remark="; what is not finite, or 0, is not drift: look at the gradients")
+        """The factor (1 or more) between the norm and its mean so far; then include the norm in the mean.
+
+        A norm is doubtful if it differs by a factor of more than `doubtful`.
+        """
+        require_positive("norm", norm, remark="; a norm of 0 or not finite is no drift: check the gradients")
         value, count = math.log(norm), self.state.count + 1
         if count == 1:
             self.state = DriftState(value, 1)
@@ -67,12 +68,12 @@ class AlarmState:
     """Healthy readings running"""
     active: bool = False
     since: int = 0
-    """The round in which it began, if it is active"""
+    """The round in which an active alarm began"""
 
 
 @dataclass(frozen=True)
 class DetectorState:
-    """What the detector remembers, for a checkpoint (`leyline.records.encode` and `decode`)."""
+    """State of a detector, for a checkpoint (`leyline.records.encode` and `decode`)."""
 
     last_round: int = -1
     drift: DriftState = field(default_factory=DriftState)
@@ -80,91 +81,84 @@ class DetectorState:
 
 
 class AnomalyDetector:
-    """Looks at every update. A condition is reported when it has lasted for its patience, and not again before it has
-    been healthy for `calm` rounds, which is reported as its end. A round without a reading changes nothing."""
+    """Judges every update by the rules.
+
+    An alarm begins when its condition has lasted for the rule's patience, and ends after CALM healthy rounds. A round
+    without a reading changes nothing.
+    """
 
     def __init__(
-        self,
-        limits: AlarmLimits | None = None,
-        state: DetectorState | None = None,
-        ppo: PPOConfig | None = None,
+        self, limits: AlarmLimits | None = None, state: DetectorState | None = None, ppo: PPOConfig | None = None
     ) -> None:
-        """`ppo`: the settings of the agent that is watched; the norm that it clips gradients to is their unit here."""
+        """`ppo`: the agent's settings; its clip norm is the unit of gradient norms."""
         self.limits = limits if limits is not None else AlarmLimits()
         self.ppo = ppo if ppo is not None else PPOConfig()
         state = state if state is not None else DetectorState()
         self._last_round = state.last_round
-        self._tracker = GradientEMATracker(self.limits.drift_momentum, state.drift)
-        self._alarms = {(watch.kind, watch.subject): watch for watch in state.alarms}
+        self._tracker = GradientEMATracker(state=state.drift)
+        self._alarms = {(alarm.kind, alarm.subject): alarm for alarm in state.alarms}
 
     @property
     def state(self) -> DetectorState:
-        """All that a resumed run needs to go on alike."""
+        """Everything that a resumed run needs to raise the same alarms."""
         return DetectorState(self._last_round, self._tracker.state, tuple(self._alarms.values()))
 
-    @property
-    def active(self) -> tuple[AlarmState, ...]:
-        """Alarms that have begun and not ended."""
-        return tuple(watch for watch in self._alarms.values() if watch.active)
-
     def look(self, round_index: int, metrics: PPOUpdateMetrics, facts: RoundFacts | None = None) -> tuple[Alarm, ...]:
-        """What begins or ends with this round, in the order of the catalogue."""
+        """Alarms that begin or end with this round, in the order of the rules."""
         if round_index <= self._last_round:
-            raise BadValueError(f"round {round_index} after round {self._last_round}: each is looked at once, in order")
+            raise BadValueError(f"round {round_index} after round {self._last_round}; pass each round once, in order")
         self._last_round = round_index
         facts = facts if facts is not None else RoundFacts()
-        sight = Sight(metrics, facts, self.limits, self._drift(metrics), self.ppo.clip_norm)
-        judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(sight))
+        evidence = Evidence(metrics, facts, self.limits, self._drift(metrics), self.ppo.clip_norm)
+        judged = (self._judge(rule, reading, round_index) for rule in RULES for reading in rule.read(evidence))
         return tuple(alarm for alarm in judged if alarm is not None)
 
     def _drift(self, metrics: PPOUpdateMetrics) -> float | None:
-        """None as long as nothing is usual yet, and of a round without a norm to compare."""
-        norm = self._heads_norm(metrics)
-        if norm is None:
+        """Drift of the norm of the heads' gradients; None during the warm-up or if another alarm is about the norm.
+
+        Each head's norm is a mean over minibatches before clipping, which single minibatches hardly move.
+        """
+        low, high = GRADIENT_LOW * self.ppo.clip_norm, self.limits.gradient_high * self.ppo.clip_norm
+        norm = math.hypot(*(head.grad_norm for head in metrics.heads.values()))
+        usable = not metrics.minibatches_not_finite and low <= metrics.pre_clip_grad_norm <= high
+        if not usable or not 0 < norm < math.inf:
             return None
-        known = self._tracker.state.count >= self.limits.drift_warmup
+        known = self._tracker.state.count >= DRIFT_WARMUP
         drift = self._tracker.observe(norm, self.limits.drift if known else math.inf)
         return drift if known else None
 
-    def _heads_norm(self, metrics: PPOUpdateMetrics) -> float | None:
-        """Of all heads' own gradients. Each head's is a mean over minibatches before clipping: it shows factors up and
-        down, where clip factors show none below the clip norm, and one minibatch hardly moves it, as it does the
-        largest global norm. None where another alarm is about it: after taking those in, ordinary ones would look like
-        drift."""
-        low, high = (limit * self.ppo.clip_norm for limit in (self.limits.gradient_low, self.limits.gradient_high))
-        if metrics.minibatches_not_finite or not low <= metrics.pre_clip_grad_norm <= high:
-            return None
-        norm = math.hypot(*(head.grad_norm for head in metrics.heads.values()))
-        return norm if 0 < norm < math.inf else None
-
     def _judge(self, rule: Rule, reading: Reading, round_index: int) -> Alarm | None:
+        """Count a reading; the alarm that begins or ends with it."""
         key = rule.kind, reading.subject
-        watch = self._alarms.get(key, AlarmState(*key))
-        bad = watch.bad + 1 if reading.verdict == "bad" else 0
-        calm = watch.calm + 1 if reading.verdict == "healthy" else 0
-        begins = not watch.active and bad >= rule.rounds(self.limits)
-        ends = watch.active and calm >= self.limits.calm
-        since = round_index if begins else watch.since
-        self._alarms[key] = replace(
-            watch, bad=bad, calm=calm, active=(watch.active or begins) and not ends, since=since
-        )
+        alarm = self._alarms.get(key, AlarmState(*key))
+        bad = alarm.bad + 1 if reading.verdict == "bad" else 0
+        calm = alarm.calm + 1 if reading.verdict == "healthy" else 0
+        begins = not alarm.active and bad >= rule.patience
+        ends = alarm.active and calm >= CALM
+        since, active = round_index if begins else alarm.since, (alarm.active or begins) and not ends
+        self._alarms[key] = replace(alarm, bad=bad, calm=calm, active=active, since=since)
         if begins:
-            return self._begin(rule, reading, round_index)
-        if ends:
-            return self._end(rule, reading, round_index, since)
-        return None
-
-    def _begin(self, rule: Rule, reading: Reading, round_index: int) -> Alarm:
-        rounds = rule.rounds(self.limits)
-        cause = f"{_state(reading)}{reading.remark}" + (f", {rounds} rounds running" if rounds > 1 else "")
-        severity, numbers = rule.severity, (reading.value, reading.limit)
-        return Alarm(rule.kind, severity, round_index, reading.subject, False, *numbers, cause, rule.remedy)
-
-    def _end(self, rule: Rule, reading: Reading, round_index: int, since: int) -> Alarm:
-        cause = f"over: {_state(reading)}, healthy for {self.limits.calm} rounds; it began in round {since}"
-        return Alarm(rule.kind, "info", round_index, reading.subject, True, reading.value, reading.limit, cause, "")
+            severity, cause, remedy = rule.severity, f"{reading}{reading.remark}{rule.duration}", rule.remedy
+        elif ends:
+            severity, remedy = "info", ""
+            cause = f"over: {reading}, healthy for {CALM} rounds; it began in round {since}"
+        else:
+            return None
+        return Alarm(
+            rule.kind, severity, round_index, reading.subject, ends, reading.value, reading.limit, cause, remedy
+        )
 
 
-def _state(reading: Reading) -> str:
-    limit = "" if reading.limit is None else f" (limit {reading.limit:.3g})"
-    return f"the {reading.what} is {reading.value:.3g}{limit}"
+@dataclass(frozen=True)
+class Detail:
+    """How many of the coming rounds are examined (`Examination`); part of the checkpoint."""
+
+    rounds: int = 5
+    """Rounds to examine after an alarm of severity warning or above."""
+    left: int = 0
+    """Rounds still to examine"""
+
+    def after(self, alarms: Iterable[Alarm]) -> "Detail":
+        """The state after a round with these alarms: started again, or one round less."""
+        raised = any(alarm.severity != "info" for alarm in alarms)
+        return replace(self, left=self.rounds if raised else max(0, self.left - 1))

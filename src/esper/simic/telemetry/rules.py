@@ -1,171 +1,362 @@
-"""The table of alarms."""
+"""The table of alarms: severity, condition, remedy, what is read, and how many rounds it must last.
 
-from esper.simic.telemetry import readings
-from esper.simic.telemetry.alarms import Rule
+A rule yields *readings*: quantities of a round, each with a verdict. What was not measured has no reading, and neither
+has a NaN, which is the subject of `numerical_fault` and `gradient_not_finite`. Default thresholds come from 465 healthy
+rounds of 25 runs (docs/telemetry.md).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.telemetry.alarms import AlarmLimits, Reading, RoundFacts, Severity, above, below, flag
+from esper.simic.telemetry.examination import JOINT
+
+GRADIENT_LOW = 2e-3
+"""Global gradient norm below which gradients have vanished, in units of the clip norm."""
+HEAD_GRADIENT_LOW = 2e-6
+"""The same for the weights of one head that had something to learn."""
+LSTM_SATURATED = 0.5
+"""Share of hidden values at their bounds."""
+LSTM_DEAD = 0.5
+"""Share of units that are silent in every env."""
+GERMINATIONS = 0.5
+"""Germinations per episode below which a policy does not try to grow."""
+LEAST_SUSPECTS = 5
+"""Suspects below which their share means nothing."""
+
+
+class Evidence(NamedTuple):
+    """Everything that the rules read about a round."""
+
+    metrics: PPOUpdateMetrics
+    facts: RoundFacts
+    limits: AlarmLimits
+    drift: float | None
+    """Factor between the gradient norm and its mean; None during the warm-up"""
+    clip_norm: float
+    """Norm that gradients are clipped to: the unit of their limits"""
+
+    def lstm(self, figure: str) -> float | None:
+        """A figure of the LSTM's health, if it was measured."""
+        value: float | None = getattr(self.facts.lstm, figure, None)
+        return value
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of alarm."""
+
+    kind: str
+    severity: Severity
+    when: str
+    """The condition, with names of limits in braces"""
+    remedy: str
+    read: Callable[[Evidence], Iterable[Reading]]
+    patience: int = 1
+    """Rounds running that the condition must last"""
+
+    @property
+    def duration(self) -> str:
+        """The patience as the end of a sentence."""
+        return f", {self.patience} rounds running" if self.patience > 1 else ""
+
+
+def broken_metrics(evidence: Evidence) -> list[Reading]:
+    """Metrics that are not finite, except gradients and exploded ratios, which have their own rules."""
+    broken = []
+    for name, value in evidence.metrics.flat().items():
+        field = name.rpartition("/")[2]
+        exploded = field == "joint_ratio_max" and value == math.inf
+        if (
+            not math.isfinite(value)
+            and not exploded
+            and field not in ("pre_clip_grad_norm", "clip_factor", "grad_norm")
+        ):
+            broken.append(name)
+    remark = f": {', '.join(broken)}" if broken else ""
+    return above("number of metrics that are not finite", len(broken), 0, remark=remark)
+
+
+def broken_gradients(evidence: Evidence) -> list[Reading]:
+    """Minibatches with a gradient that is not finite."""
+    count, report = evidence.metrics.minibatches_not_finite, evidence.facts.gradients
+    modules = report.not_finite if report is not None else ()
+    remark = f", in {', '.join(modules)}" if modules else ""
+    return flag("number of minibatches with a gradient that is not finite", bool(count or modules), count, 0, remark)
+
+
+def high_ratio(evidence: Evidence) -> list[Reading]:
+    """The largest joint ratio."""
+    report = evidence.facts.ratios
+    remark = f"; {report.exploded.get(JOINT, 0)} exploded" if report is not None else ""
+    return above("largest joint ratio", evidence.metrics.joint_ratio_max, evidence.limits.ratio_high, remark=remark)
+
+
+def low_ratio(evidence: Evidence) -> list[Reading]:
+    """The smallest joint ratio."""
+    report = evidence.facts.ratios
+    remark = f"; {report.vanished.get(JOINT, 0)} vanished" if report is not None else ""
+    return below("smallest joint ratio", evidence.metrics.joint_ratio_min, evidence.limits.ratio_low, remark=remark)
+
+
+def joint_kl(metrics: PPOUpdateMetrics) -> float:
+    """The largest joint KL of a minibatch; NaN if any is."""
+    return max((metrics.max_kl, metrics.approx_kl), key=lambda kl: math.inf if math.isnan(kl) else kl)
+
+
+def kl_spike(evidence: Evidence) -> list[Reading]:
+    """The joint KL, up to where `kl_extreme` takes over."""
+    kl, limits = joint_kl(evidence.metrics), evidence.limits
+    extreme = kl > limits.kl_extreme
+    return [Reading("joint KL", "between", kl, limits.kl_spike)] if extreme else above("joint KL", kl, limits.kl_spike)
+
+
+def entropies(evidence: Evidence) -> Iterator[Reading]:
+    """Each head's own entropy, without the share ε of uniform exploration.
+
+    Entropy is concave, so that of the mixture is at least (1 − ε) · own + ε. This gives an upper bound of `own`.
+    """
+    epsilon = evidence.metrics.epsilon
+    for head, metrics in evidence.metrics.heads.items():
+        if metrics.entropy is not None:
+            own = max((metrics.entropy - epsilon) / (1 - epsilon), 0.0)  # in this order, a NaN stays a NaN
+            yield from below(f"entropy of head {head}", own, evidence.limits.entropy, head)
+
+
+def advantage_floor(evidence: Evidence) -> list[Reading]:
+    """Whether the floor of the advantages' deviation binds."""
+    floored, std = evidence.metrics.advantage_floored, evidence.metrics.advantage_std
+    return flag("deviation of the advantages", floored, std, None, " under its floor" if floored else "")
+
+
+def small_gradients(evidence: Evidence) -> Iterator[Reading]:
+    """The global norm, and that of each head that had something to learn."""
+    metrics, unit = evidence.metrics, evidence.clip_norm
+    yield from below("gradient norm", metrics.pre_clip_grad_norm, GRADIENT_LOW * unit)
+    for name, head in metrics.heads.items():
+        if head.learnable:
+            yield from below(f"gradient norm of head {name}", head.grad_norm, HEAD_GRADIENT_LOW * unit, name)
+
+
+def large_gradient(evidence: Evidence) -> list[Reading]:
+    """The global norm, if it is finite."""
+    norm, limit = evidence.metrics.pre_clip_grad_norm, evidence.limits.gradient_high * evidence.clip_norm
+    return above("gradient norm", norm if math.isfinite(norm) else None, limit)
+
+
+def growth(evidence: Evidence, *, report_idle: bool) -> list[Reading]:
+    """Commits per episode, or germinations of a policy that is idle: it neither germinates nor commits."""
+    facts, limit = evidence.facts, evidence.limits.commits
+    commits, births = facts.per_episode(facts.committed), facts.per_episode(facts.germinated)
+    if commits is None or births is None:
+        return []
+    idle, quantity = births < GERMINATIONS and commits < limit, "share of episodes with a commit"
+    if report_idle:
+        return flag("number of seeds per episode", idle, births, GERMINATIONS)
+    if idle:
+        return [Reading(quantity, "between", commits, limit)]
+    return below(quantity, commits, limit, remark=f", of {births:.2g} seeds per episode")
+
+
+def suspects(evidence: Evidence, suspicion: str, count: int | None, worst: str) -> list[Reading]:
+    """The share of acting seeds under a suspicion. A share of very few is no evidence."""
+    acting, limit = evidence.facts.acting, evidence.limits.suspects
+    if count is None or not acting:
+        return []
+    quantity = f"share of acting seeds suspected of {suspicion}"
+    remark = f" ({count} of {acting}{f'; the worst is {worst}' if worst else ''})"
+    if count < LEAST_SUSPECTS:
+        return flag(quantity, False, count / acting, limit, remark)
+    return above(quantity, count / acting, limit, remark=remark)
+
 
 RULES = (
     Rule(
         "numerical_fault",
         "critical",
         "a loss, ratio, KL, advantage, return or value is NaN or infinite",
-        "look at rewards and observations of this round, then go back to the last good checkpoint",
-        readings.read_numbers,
+        "check this round's rewards and observations, then return to the last good checkpoint",
+        broken_metrics,
     ),
     Rule(
         "gradient_not_finite",
         "critical",
-        "a minibatch had a NaN or an infinity in its gradient (it was skipped)",
-        "look at the modules named in the gradient report; lower the rate if it comes back",
-        readings.read_broken_gradients,
+        "a minibatch had a NaN or an infinity in its gradient and was skipped",
+        "check the modules that the gradient report names; if it recurs, lower the learning rate",
+        broken_gradients,
     ),
     Rule(
         "ratio_exploded",
         "warning",
-        "the joint ratio of some step exceeds {ratio_high}",
-        "look at the offenders listed in the ratio report; lower the rate, the epochs or the target KL",
-        readings.read_high_ratio,
+        "the joint ratio of a step exceeds {ratio_high}",
+        "see the offenders in the ratio report; lower the learning rate, the epochs or the target KL",
+        high_ratio,
     ),
     Rule(
         "ratio_vanished",
         "warning",
-        "the joint ratio of some step falls below {ratio_low}",
-        "look at the offenders listed in the ratio report; lower the rate, the epochs or the target KL",
-        readings.read_low_ratio,
+        "the joint ratio of a step falls below {ratio_low}",
+        "see the offenders in the ratio report; lower the learning rate, the epochs or the target KL",
+        low_ratio,
     ),
     Rule(
         "kl_spike",
         "warning",
         "the joint KL of a minibatch exceeds {kl_spike}, up to {kl_extreme}",
-        "one is noise; if it comes back lower the rate or the epochs",
-        readings.read_kl_spike,
+        "a single spike is noise; if it recurs, lower the learning rate or the epochs",
+        kl_spike,
     ),
     Rule(
         "kl_extreme",
         "critical",
         "the joint KL of a minibatch exceeds {kl_extreme}",
-        "the policy has jumped: go back to the checkpoint before this round with a lower rate",
-        readings.read_kl_extreme,
+        "the policy has jumped: start from the checkpoint before this round with a lower learning rate",
+        lambda evidence: above("joint KL", joint_kl(evidence.metrics), evidence.limits.kl_extreme),
     ),
     Rule(
         "entropy_collapse",
         "warning",
-        "the normalised entropy of a head's own choices, over the steps that gave it one, falls below {entropy}",
-        "right where one choice is always best; if not, raise the entropy coefficient or the logit penalty",
-        readings.read_entropies,
-        "entropy_patience",
+        "the normalised entropy of a head, over the steps that gave it a choice, falls below {entropy}",
+        "expected if one choice is always best; otherwise raise the entropy coefficient or the logit penalty",
+        entropies,
+        patience=3,
     ),
     Rule(
         "value_collapse",
         "warning",
         "the value loss exceeds {value_loss} times the returns' variance",
-        "look for rewards of another scale in this round; a Huber loss bounds what they do",
-        readings.read_value_loss,
+        "check this round for rewards of another scale; a Huber loss limits their effect",
+        lambda evidence: above("value loss", evidence.metrics.value_loss, evidence.limits.value_loss),
     ),
     Rule(
         "value_misleads",
         "warning",
         "the explained variance falls below {explained_variance}",
-        "advantages are worse than with no critic: lower the rate, or look whether the critic's inputs are alive",
-        readings.read_explained_variance,
-        "value_patience",
+        "advantages are worse than without a critic: lower the learning rate, or check that the critic's inputs vary",
+        lambda evidence: below(
+            "explained variance",
+            evidence.metrics.explained_variance if evidence.metrics.return_std > 0 else None,
+            evidence.limits.explained_variance,
+        ),
+        patience=3,
     ),
     Rule(
         "advantage_floor",
         "info",
-        "advantages vary by less than their floor, the error that a gain is measured with",
-        "differences between episodes are noise: the policy has converged, or there is nothing to gain here",
-        readings.read_floor,
+        "advantages vary by less than their floor, the measurement error of a gain",
+        "differences between episodes are noise: the policy has converged, or there is nothing to gain",
+        advantage_floor,
     ),
     Rule(
         "gradient_vanishing",
         "warning",
-        "the gradient norm falls below {gradient_low} times the clip norm, or that of a head with something to learn "
-        "below {head_gradient_low} times",
-        "look whether advantages are all 0 or a head's logits are saturated",
-        readings.read_small_gradients,
-        "gradient_patience",
+        f"the gradient norm falls below {GRADIENT_LOW:g} times the clip norm, or that of a head with something to "
+        f"learn below {HEAD_GRADIENT_LOW:g} times",
+        "check whether all advantages are 0 or a head's logits are saturated",
+        small_gradients,
+        patience=2,
     ),
     Rule(
         "gradient_exploding",
         "warning",
         "the gradient norm before clipping exceeds {gradient_high} times the clip norm",
-        "clipping holds it for now: look at the scale of returns and at the gradient report",
-        readings.read_large_gradients,
+        "clipping contains it for now; check the scale of the returns and the gradient report",
+        large_gradient,
     ),
     Rule(
         "gradient_drift",
         "warning",
-        "the norm of the heads' gradients, before clipping, differs from its exponential mean by a factor of {drift}, "
-        "up or down",
-        "compare rewards, observations and hosts of these rounds with those before",
-        readings.read_drift,
-        "drift_patience",
+        "the norm of the heads' gradients before clipping differs from its exponential mean by a factor of {drift}",
+        "compare rewards, observations and hosts with those of earlier rounds",
+        lambda evidence: above(
+            "factor between the norm of the heads' gradients and its usual one", evidence.drift, evidence.limits.drift
+        ),
+        patience=3,
     ),
     Rule(
         "lstm_not_finite",
         "critical",
-        "the policy's memory holds a NaN or an infinity",
-        "go back to the last good checkpoint; look at the observations of this round",
-        readings.read_lstm_finite,
+        "the policy's hidden state contains a NaN or an infinity",
+        "return to the last good checkpoint; check this round's observations",
+        lambda evidence: above("number of NaN and infinities in the hidden state", evidence.lstm("faults"), 0),
     ),
     Rule(
         "lstm_extreme",
         "warning",
-        "the cells' root mean square exceeds {lstm_rms}, or a share of {lstm_saturated} of the hidden numbers is "
-        "saturated",
-        "memories no longer change: lower the rate, or look for observations far out of range",
-        readings.read_lstm_extremes,
+        "the cells' root mean square exceeds {lstm_rms}, or the share of saturated hidden values exceeds "
+        f"{LSTM_SATURATED:g}",
+        "the hidden state no longer changes: lower the learning rate, or check for observations far out of range",
+        lambda evidence: [
+            *above("root mean square of the LSTM's cells", evidence.lstm("cell_rms"), evidence.limits.lstm_rms, "cell"),
+            *above("share of saturated hidden values", evidence.lstm("saturated_share"), LSTM_SATURATED, "hidden"),
+        ],
     ),
     Rule(
         "lstm_dead",
         "warning",
-        "a share of more than {lstm_dead} of the units is silent in every env",
-        "look whether the memory is handed on from step to step, and whether observations vary",
-        readings.read_lstm_dead,
+        f"the share of units that are silent in every env exceeds {LSTM_DEAD:g}",
+        "check that the hidden state is passed from step to step and that observations vary",
+        lambda evidence: above("share of silent LSTM units", evidence.lstm("dead_share"), LSTM_DEAD),
     ),
     Rule(
         "behaviour_gap",
         "warning",
-        "log-probs differ by more than {behaviour_gap} between collection and update",
-        "stored observations, masks or memories are not those that were acted on (above 0.01 the update refuses)",
-        readings.read_gap,
+        "log-probabilities differ by more than {behaviour_gap} between collection and update",
+        "stored observations, masks or hidden states differ from those acted on; above 0.01 the update refuses",
+        lambda evidence: above("behaviour gap", evidence.metrics.behaviour_gap, evidence.limits.behaviour_gap),
     ),
     Rule(
         "too_few_commits",
         "warning",
-        "under a share of {commits} of the episodes commits a seed, with {germinations} germinations or more in each",
-        "seeds are born and none stays: look at gates, contributions and rent; right where growth cannot pay",
-        readings.read_commits,
-        "commits_patience",
+        "the share of episodes that commit a seed falls below {commits}, with "
+        f"{GERMINATIONS:g} or more germinations per episode",
+        "seeds germinate and none stays: check gates, contributions and rent; expected where growth cannot pay",
+        lambda evidence: growth(evidence, report_idle=False),
+        patience=3,
     ),
     Rule(
         "no_growth",
         "info",
-        "hardly a seed is germinated (under {germinations} per episode) or committed",
-        "right where the host needs nothing; if not, raise exploration or lower the bias towards waiting",
-        readings.read_growth,
-        "commits_patience",
+        f"fewer than {GERMINATIONS:g} seeds per episode are germinated, and hardly any is committed",
+        "expected if the host needs nothing; otherwise raise exploration or lower the bias towards WAIT",
+        lambda evidence: growth(evidence, report_idle=True),
+        patience=3,
     ),
     Rule(
         "reward_hacking",
         "warning",
-        "a share of more than {suspects} of the acting seeds contributes far more than their hosts have gained",
-        "look whether the reward pays for contribution where there is no gain over the control",
-        readings.read_hacking,
+        "the share of acting seeds that contribute far more than their hosts have gained exceeds {suspects}",
+        "check whether the reward pays for contribution without a gain over the control",
+        lambda evidence: suspects(evidence, "reward hacking", evidence.facts.hacking, evidence.facts.worst_hacking),
     ),
     Rule(
         "ransomware",
         "critical",
-        "a share of more than {suspects} of the acting seeds is needed by a host that has gained nothing",
-        "hosts come to depend on seeds that do not help them: pay for the gain over the control alone",
-        readings.read_ransomware,
+        "the share of acting seeds that a host depends on without having gained anything exceeds {suspects}",
+        "hosts depend on seeds that do not help them: pay only for the gain over the control",
+        lambda evidence: suspects(evidence, "ransomware", evidence.facts.ransomware, evidence.facts.worst_ransomware),
     ),
     Rule(
         "panics",
         "warning",
         "the governor panics more than {panics} times per episode",
-        "hosts break under what is done to them: look at the panics' symptoms, and at the hosts' rate",
-        readings.read_panics,
+        "hosts diverge: check the panics' symptoms and the hosts' learning rate",
+        lambda evidence: above(
+            "number of panics per episode", evidence.facts.per_episode(evidence.facts.panics), evidence.limits.panics
+        ),
     ),
 )
 """All alarms, in the order in which they are reported."""
+
+
+def alarm_catalogue(limits: AlarmLimits | None = None) -> str:
+    """The alarms as a markdown table: kind, severity, condition under these limits, remedy."""
+    numbers = {name: f"{value:g}" for name, value in asdict(limits or AlarmLimits()).items()}
+    rows = [
+        f"| `{rule.kind}` | {rule.severity} | {rule.when.format(**numbers)}{rule.duration} | {rule.remedy} |"
+        for rule in RULES
+    ]
+    return "\n".join(["| alarm | severity | when | what to do |", "|---|---|---|---|", *rows])

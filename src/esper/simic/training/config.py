@@ -1,11 +1,14 @@
 """Settings of a training run."""
 
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from esper.kasmina.slot import ISOLATIONS, Isolation
 from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
+from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOConfig
 from esper.simic.rewards import RewardConfig, check_gamma
 from esper.simic.telemetry import AlarmLimits
@@ -13,46 +16,48 @@ from esper.tamiyo import NetworkConfig
 from esper.tolaria import Task, get_task
 
 WAIT_BIAS = 1.0
-"""On the logit of WAIT at birth: leaner plans from the start. With 2.5 an untrained policy commits a seed in 1 % of its
-episodes, with 1.5 in 21 %, with 1 in 32 % (72 episodes each): without commits there is nothing to learn from."""
+"""Initial bias of WAIT's logit. With 1, an untrained policy commits a seed in 32 % of its episodes; with 1.5 in 21 %,
+with 2.5 in 1 % (72 episodes each). Without commits there is nothing to learn from."""
+PATHS = ("data_dir", "start")
+"""Settings that are paths. JSON and TOML hold them as text."""
 
 
 def growth_ppo() -> PPOConfig:
-    """PPO's start values for growth."""
+    """PPO's defaults for growth."""
     return PPOConfig(gamma=1.0, normalise_rewards=False)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run: a controller learns on fresh hosts, round after round."""
+    """Settings of a run, in which a controller learns on fresh hosts, round after round."""
 
     task: str = "digits_blind"
-    """Task to grow hosts of; several, separated by commas, share one policy."""
+    """Task of the hosts. Several tasks, separated by commas, share one policy."""
     rounds: int = 20
-    """Rounds: in each, all hosts live one episode, then the policy is updated."""
+    """Rounds: an episode of all hosts each, then an update of the policy."""
     hosts: int = 32
-    """Hosts per round, controls included; several tasks get equally many each."""
+    """Hosts per round, controls included, divided equally among the tasks."""
     members: int = 3
-    """Hosts per group beside its control."""
+    """Hosts per group, without its control."""
     seed: int = 0
-    """Everything random follows from it."""
+    """Random seed of the run."""
     start: Path | None = None
-    """A run whose controller this one begins with: its weights, and how it scales what it sees; all else is new."""
+    """Run whose trained controller and observation statistics this run starts with."""
     preset: str = "core"
     """Heads and ops of the controller: core or full."""
     sensing: bool = True
-    """Whether the controller sees what can be sensed at empty slots."""
+    """Whether the controller sees the probes of empty slots."""
     isolation: Isolation = "shadow"
-    """How seeds in TRAINING learn: from a shadow row of their own, or straight_through the main row."""
+    """How seeds in TRAINING learn: in a shadow row, or straight_through the main row."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
     alarms: AlarmLimits = field(default_factory=AlarmLimits)
     device: str = "cpu"
-    """Where hosts and policy live."""
+    """Device of hosts and policy."""
     threads: int = 1
-    """Of torch on the CPU; hosts this small gain nothing from more."""
+    """Threads of torch on the CPU; small hosts gain nothing from more."""
     data_dir: Path | None = None
-    """Where data sets are looked for (default: $ESPER_DATA, else the user's cache)."""
+    """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):
@@ -61,21 +66,13 @@ class TrainConfig:
         for name in self.tasks:
             get_task(name)
         if len(set(self.tasks)) != len(self.tasks) or self.hosts % len(self.tasks):
-            raise BadValueError(f"{self.hosts} hosts for tasks {list(self.tasks)}: name each once, with equally many")
+            raise BadValueError(
+                f"{self.hosts} hosts cannot be divided among tasks {list(self.tasks)}; name each task once and use a "
+                f"multiple of {len(self.tasks)}"
+            )
         if self.isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
         check_gamma(self.reward.gamma, self.ppo.gamma)
-
-    def check_alarms(self) -> None:
-        """Raise for limits that nothing would ever be judged by. Runs that are there already are not asked: their
-        policies are the same."""
-        heads, named = [head.name for head in head_preset(self.preset).heads], set[str]()
-        for name, _ in self.alarms.entropy_by_head:
-            if name not in heads:
-                raise UnknownNameError("head", name, heads)
-            if name in named:
-                raise BadValueError(f"alarms.entropy_by_head has head {name!r} twice")
-            named.add(name)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -83,7 +80,7 @@ class TrainConfig:
         return tuple(name.strip() for name in self.task.split(","))
 
     def agent_config(self, *tasks: Task) -> PPOConfig:
-        """PPO's settings with what follows from the tasks: the WAIT bias and the floor of advantages."""
+        """PPO's settings, completed with what follows from the tasks: WAIT bias, steps and the floor of advantages."""
         ops = len(head_preset(self.preset).heads[0].choices)
         network: NetworkConfig = self.ppo.network
         if not network.first_bias:
@@ -93,5 +90,29 @@ class TrainConfig:
 
 
 def gain_error(task: Task) -> float:
-    """Standard error of a gain in points, where one image in ten tells the two hosts apart."""
+    """Standard error of a gain in points, if the two hosts disagree on one image in ten."""
     return 100 * float((0.1 / task.validation_size) ** 0.5)
+
+
+def decode_config(values: Mapping[str, Json], where: str) -> TrainConfig:
+    """Settings from a parsed JSON or TOML object that has every field, strictly checked."""
+    config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, where)
+    texts = (decode(str | None, values[name], f"{where}.{name}") for name in PATHS)
+    data_dir, start = (None if text is None else Path(text) for text in texts)
+    return replace(config, data_dir=data_dir, start=start)
+
+
+def read_settings(path: Path) -> TrainConfig:
+    """The default settings, changed by a TOML file: any field, nested ones in tables, "none" for None."""
+    try:
+        changes = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadValueError(f"{path} cannot be read as TOML: {error}") from error
+    return decode_config(_changed(encode(TrainConfig()), changes), f"{path}: settings")
+
+
+def _changed(values: Json, changes: Json) -> Json:
+    """`values` with the changes, table by table. Unknown keys are left to the decoder, which refuses them."""
+    if isinstance(values, dict) and isinstance(changes, dict):
+        return values | {name: _changed(values.get(name), change) for name, change in changes.items()}
+    return None if changes == "none" else changes

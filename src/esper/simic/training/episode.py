@@ -1,12 +1,12 @@
-"""An action on one env: one verb of the fleet per op."""
+"""One episode of a fleet in groups: actions, training, measurement, and the loop over its steps."""
 
-from collections.abc import Callable, Container
-from typing import NamedTuple
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.kasmina import lifecycle
+from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.compare import RowScore
 from esper.leyline import (
     ACTIVE_STAGES,
@@ -14,6 +14,7 @@ from esper.leyline import (
     LIVE_STAGES,
     BadValueError,
     EsperError,
+    Head,
     HeadPreset,
     LifecycleOp,
     SeedStage,
@@ -22,68 +23,54 @@ from esper.leyline import (
 )
 from esper.simic.telemetry import Spans
 from esper.simic.training.hosts import Groups
-from esper.simic.training.observe import Observer, accuracy_of, first_actions, loss_of
-from esper.tamiyo import ActionTable, ObservationLayout, growth_table
+from esper.simic.training.observe import Observer, accuracy_of, loss_of
+from esper.tamiyo import ActionTable, growth_table
 from esper.tamiyo.features import growth_layout, signals_to_features
 from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
-from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.probing import Prober, Sensing
-
-_CHOICES = {head.name: head.choices for head in HEADS}
+from esper.tolaria.measurement import FleetComparison, Prober, Sensing
 
 
 class IllegalActionError(EsperError, RuntimeError):
-    """A policy did what its masks do not allow."""
+    """A policy chose an action that the fleet refuses."""
 
 
-def apply_action(fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig) -> LifecycleOp:
-    """Carry out one action (an index per head); raises where the fleet refuses what the masks allowed."""
-    chosen = dict(zip(table.names, action, strict=True))
-    op = LifecycleOp(chosen["op"])
-    slot_id = slots.slot_ids[chosen["slot"]]
+def values_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, names or numbers
+    """What the indices of a head stand for."""
+    if head.choices == "slots":
+        return slots.slot_ids
+    return slots.blueprint_names if head.choices == "blueprints" else head.choices
+
+
+def apply_action(
+    fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig
+) -> StageChange | None:
+    """Carry out one action, an index per head. A head that the table lacks has its placeholder; WAIT returns None."""
+    indices = dict(zip(table.names, action, strict=True))
+    chosen = {head.name: values_of(head, slots)[indices.get(head.name, head.placeholder)] for head in HEADS}
+    slot_id, target = chosen["slot"], chosen["alpha_target"]
+    ramp = {"steps": chosen["alpha_speed"], "curve": chosen["alpha_curve"]}
     try:
-        if op is LifecycleOp.GERMINATE:
-            fleet.germinate(
-                env,
-                slot_id,
-                slots.blueprint_names[chosen["blueprint"]],
-                style=str(_value(chosen, "blend")),
-                tempo=int(_value(chosen, "tempo")),
-                alpha_target=float(_value(chosen, "alpha_target")),
-            )
-        elif op is LifecycleOp.ADVANCE:
-            fleet.advance(env, slot_id)
-        elif op is LifecycleOp.FOSSILIZE:
-            fleet.fossilize(env, slot_id)
-        elif op is LifecycleOp.PRUNE:
-            steps, curve = int(_value(chosen, "alpha_speed")), str(_value(chosen, "alpha_curve"))
-            fleet.prune(env, slot_id, steps=steps, curve=curve)
-        elif op is LifecycleOp.SET_ALPHA_TARGET:
-            fleet.set_alpha_target(
-                env,
-                slot_id,
-                float(_value(chosen, "alpha_target")),
-                steps=int(_value(chosen, "alpha_speed")),
-                curve=str(_value(chosen, "alpha_curve")),
-            )
+        match op := LifecycleOp(chosen["op"]):
+            case LifecycleOp.GERMINATE:
+                style, tempo = chosen["blend"], chosen["tempo"]
+                return fleet.germinate(env, slot_id, chosen["blueprint"], style=style, tempo=tempo, alpha_target=target)
+            case LifecycleOp.ADVANCE:
+                return fleet.advance(env, slot_id)
+            case LifecycleOp.FOSSILIZE:
+                return fleet.fossilize(env, slot_id)
+            case LifecycleOp.PRUNE:
+                return fleet.prune(env, slot_id, **ramp)
+            case LifecycleOp.SET_ALPHA_TARGET:
+                return fleet.set_alpha_target(env, slot_id, target, **ramp)
     except EsperError as error:
         raise IllegalActionError(f"env {env}: {op.name} in {slot_id} was offered but refused: {error}") from error
-    return op
-
-
-def _value(chosen: dict[str, int], name: str) -> int | float | str:
-    """The value behind a head's choice; the head's placeholder where the table lacks it."""
-    head = next(head for head in HEADS if head.name == name)
-    choices = _CHOICES[name]
-    assert not isinstance(choices, str), "slots and blueprints are looked up by the caller"
-    value: int | float | str = choices[chosen.get(name, head.placeholder)]
-    return value
+    return None
 
 
 class SeedChange(NamedTuple):
-    """A seed of a grown env went from one stage to another."""
+    """A change of stage in a slot of a grown env."""
 
     env: int
     change: StageChange
@@ -91,29 +78,20 @@ class SeedChange(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step led to, for every grown env (n,)."""
+    """What a step led to, for every grown env (n,). Losses are in units of the random-guess loss."""
 
-    accuracy: Tensor
-    """Calibrated validation accuracy of the main row, percent"""
+    accuracy: Tensor  # of the main row, calibrated, on validation images, percent
     control_accuracy: Tensor
     loss: Tensor
-    """Validation loss in units of the random-guess loss"""
-    slots: SlotView
-    """Before the tick"""
-    seed_parameters: Tensor
-    """(n, slots): of the seeds that were there before the actions"""
-    acting_parameters: Tensor
-    """Of all seeds with alpha > 0"""
+    slots: SlotView  # before the tick
+    seed_parameters: Tensor  # (n, slots): of the live seeds before the actions
+    acting_parameters: Tensor  # of all seeds with alpha > 0
     fossil_parameters: Tensor
-    panics: Tensor
-    """bool: the env went back to its snapshot"""
-    symptoms: dict[int, list[str]]
-    """Why, by env"""
-    hardened_accuracy: Tensor | None
-    """With fossils alone; at the end of the episode only"""
+    panics: Tensor  # bool: the env was restored from its snapshot
+    symptoms: dict[int, list[str]]  # what the governor saw, by env
+    hardened_accuracy: Tensor | None  # with fossils alone; None before the end of the episode
     hardened_control: Tensor | None
     hardened_loss: Tensor | None
-    """In units of the random-guess loss"""
     changes: list[SeedChange]
 
     @property
@@ -121,30 +99,31 @@ class StepResult(NamedTuple):
         """Points over the control."""
         return self.accuracy - self.control_accuracy
 
-
-class _Scores(NamedTuple):
-    accuracy: Tensor
-    control: Tensor
-    loss: Tensor
+    @property
+    def hardened_gain(self) -> Tensor:
+        """Points of the hardened host over its control, at the end of the episode."""
+        assert self.hardened_accuracy is not None and self.hardened_control is not None
+        return self.hardened_accuracy - self.hardened_control
 
 
 class EpisodeRunner:
-    """A fleet in groups, with everything that a step consists of but the decision."""
+    """A fleet in groups, and everything that a step consists of except the decision."""
 
     def __init__(self, fleet: HostFleet, groups: Groups, preset: HeadPreset, *, sensing: bool = True) -> None:
         self.fleet, self.groups, self.preset = fleet, groups, preset
         self.slots = fleet.task.slot_config
         self.table = growth_table(preset, self.slots)
-        self.layout: ObservationLayout = growth_layout(self.slots, sensing=sensing)
+        self.layout = growth_layout(self.slots, sensing=sensing)
         self.observer = Observer(fleet, groups, gated="blend" in self.table.names)
         self.prober = Prober(fleet)
         self.final = False
         """Whether the end of an episode is scored on test images."""
         self.committed: list[RowScore] = []
-        """Image by image, every env of the fleet as it was hardened at the end of the last episode."""
+        """Scores, image by image, of every env of the fleet as hardened at the end of the last episode."""
         self.spans = Spans(enabled=False)
-        """Whoever wants to know where the time goes puts his own here."""
-        self._number = {env: row for row, env in enumerate(groups.envs)}
+        """Times the parts of a step; replace it to switch that on."""
+        self._envs = groups.envs
+        self._rows = {env: row for row, env in enumerate(self._envs)}
 
     @property
     def done(self) -> bool:
@@ -152,125 +131,100 @@ class EpisodeRunner:
         return self.fleet.step_index >= self.fleet.task.steps
 
     def begin(self, seeds: list[int]) -> None:
-        """Fresh hosts, one seed per group, measured before anything is trained."""
+        """Start an episode with fresh hosts, one seed per group, and measure them untrained."""
         fleet, n = self.fleet, self.groups.grown
         fleet.reset(self.groups.spread(seeds))
         self.observer.begin()
-        self.found: FleetComparison = fleet.validate(deployed=False)
+        self.comparison: FleetComparison = fleet.validate(deployed=False)
         self.sensing: Sensing = self.prober()
-        self._last_op, self._last_succeeded = first_actions(n, fleet.device)
+        self._last_op = torch.full((n,), int(LifecycleOp.WAIT), device=fleet.device)
+        self._last_succeeded = torch.ones(n, dtype=torch.bool, device=fleet.device)
         self.potential = torch.zeros(n, device=fleet.device)
         """Φ of every env, as the reward last set it."""
 
     def view(self) -> PolicyView:
         """What policies see now."""
-        signals = self.observer.look(self.found, self.sensing, self.potential, self._last_op, self._last_succeeded)
+        signals = self.observer.look(self.comparison, self.sensing, self.potential, self._last_op, self._last_succeeded)
         features = signals_to_features(signals, self.layout)
         return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
 
     def step(self, actions: Tensor) -> StepResult:
-        """Apply the actions (n, heads), train, measure, let the governor look, tick."""
-        fleet, groups = self.fleet, self.groups
-        seed_parameters = self._parameters(LIVE_STAGES)
+        """Apply the actions (n, heads), train, measure, let the governor check, tick."""
+        fleet, seed_parameters = self.fleet, self._parameters(LIVE_STAGES)
         with self.spans("apply"):
             changes = self._apply(actions)
         with self.spans("train"):
             fleet.train_step()
         with self.spans("validate"):
-            earlier, self.found = self.found, fleet.validate(deployed=False)
-        panics, stages = torch.zeros(groups.hosts, dtype=torch.bool), self._stages()
-        symptoms: dict[int, list[str]] = {}
-        with self.spans("govern"):
-            verdicts = fleet.govern(self.found)
-        for panic in verdicts:
-            panics[panic.env] = True
-            if panic.env in self._number:
-                symptoms[self._number[panic.env]] = [symptom.name for symptom in panic.symptoms]
-            self._take_back(panic.env, earlier)
-        changes += self._undone(stages, symptoms)
-        slots = self.observer.slots(self.found, self.sensing)
+            earlier, self.comparison = self.comparison, fleet.validate(deployed=False)
+        symptoms = self._govern(earlier, changes)
+        slots = self.observer.slots(self.comparison, self.sensing)
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
-        hardened = None
+        hardened: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if fleet.step_index + 1 >= fleet.task.steps:
             with self.spans("validate"):
                 self.committed = fleet.validate_committed(final=self.final)
             hardened = self._scores(self.committed)
-        names = self._blueprints()
-        changes += [
-            SeedChange(self._number[env], change, names[self._number[env]][change.slot_id])
-            for env, change in fleet.tick()
-            if env in self._number
-        ]
+        states = self._states()
+        for env, change in fleet.tick():
+            if (row := self._rows.get(env)) is not None:
+                changes.append(SeedChange(row, change, states[row][change.slot_id].blueprint))
         if not self.done:
             with self.spans("probe"):
                 self.sensing = self.prober()
-        live = self._scores(self.found.main)
-        undone = groups.grown_of(panics).to(fleet.device)
-        self._last_succeeded = ~undone
-        return StepResult(
-            accuracy=live.accuracy,
-            control_accuracy=live.control,
-            loss=live.loss,
-            slots=slots,
-            seed_parameters=seed_parameters,
-            acting_parameters=acting,
-            fossil_parameters=fossil,
-            panics=undone,
-            symptoms=symptoms,
-            hardened_accuracy=None if hardened is None else hardened.accuracy,
-            hardened_control=None if hardened is None else hardened.control,
-            hardened_loss=None if hardened is None else hardened.loss,
-            changes=changes,
-        )
+        panics = torch.tensor([row in symptoms for row in range(self.groups.grown)], device=fleet.device)
+        self._last_succeeded = ~panics
+        live = self._scores(self.comparison.main)
+        return StepResult(*live, slots, seed_parameters, acting, fossil, panics, symptoms, *hardened, changes)
 
-    def _scores(self, rows: list[RowScore]) -> _Scores:
+    def _scores(self, rows: list[RowScore]) -> tuple[Tensor, Tensor, Tensor]:
         """Accuracy of every grown env and of its control in percent, and its relative loss."""
         percent, losses = accuracy_of(rows), loss_of(rows) / self.fleet.task.random_guess_loss
-        return _Scores(self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses))
+        return self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses)
 
-    def _take_back(self, env: int, earlier: FleetComparison) -> None:
-        """A host that went back is again what was measured then, and nothing that was measured since."""
-        self.found.main[env] = earlier.main[env]
-        for now, then in (
-            (self.found.auditions, earlier.auditions),
-            (self.found.contributions, earlier.contributions),
-        ):
-            for key in [key for key in now if key[0] == env]:
-                del now[key]
-            now.update({key: value for key, value in then.items() if key[0] == env})
-
-    def _stages(self) -> list[dict[str, SeedStage]]:
-        return [{slot_id: state.stage for slot_id, state in self.fleet.states[env].items()} for env in self.groups.envs]
-
-    def _undone(self, before: list[dict[str, SeedStage]], symptoms: dict[int, list[str]]) -> list[SeedChange]:
-        """Stage changes that panics took back."""
-        names, after = self._blueprints(), self._stages()
-        return [
-            SeedChange(row, StageChange(slot_id, stage, after[row][slot_id], "panic"), names[row][slot_id])
-            for row in symptoms
-            for slot_id, stage in before[row].items()
-            if stage is not after[row][slot_id]
-        ]
+    def _states(self) -> list[dict[str, SeedState]]:
+        """The slots of every grown env as they are now."""
+        return [dict(self.fleet.states[env]) for env in self._envs]
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
-        """Structure edits. Host sync: one, for the actions."""
+        """Carry out the actions; returns the changes of stage. Host sync: one, for the actions."""
         changes = []
-        for row, (env, action) in enumerate(zip(self.groups.envs, actions.tolist(), strict=True)):
+        for row, (env, action) in enumerate(zip(self._envs, actions.tolist(), strict=True)):
             before = dict(self.fleet.states[env])
-            op = apply_action(self.fleet, env, action, self.table, self.slots)
-            for slot_id, state in self.fleet.states[env].items():
-                old = before[slot_id]
-                if state.stage is not old.stage:
-                    change = StageChange(slot_id, old.stage, state.stage, op.name.lower())
-                    changes.append(SeedChange(row, change, state.blueprint or old.blueprint))
+            change = apply_action(self.fleet, env, action, self.table, self.slots)
+            if change is not None and change.source is not change.target:
+                after = self.fleet.states[env][change.slot_id]
+                changes.append(SeedChange(row, change, after.blueprint or before[change.slot_id].blueprint))
         self._last_op = actions[:, 0].to(self.fleet.device)
         return changes
 
-    def _blueprints(self) -> list[dict[str, str | None]]:
-        """What grows in every slot of every grown env."""
-        return [
-            {slot_id: state.blueprint for slot_id, state in self.fleet.states[env].items()} for env in self.groups.envs
-        ]
+    def _govern(self, earlier: FleetComparison, changes: list[SeedChange]) -> dict[int, list[str]]:
+        """Let the governor restore hosts that diverged; returns its symptoms and adds the stages that it undid."""
+        states = self._states()
+        with self.spans("govern"):
+            panics = self.fleet.govern(self.comparison)
+        for panic in panics:
+            self._restore_scores(panic.env, earlier)
+        symptoms = {
+            self._rows[panic.env]: [symptom.name for symptom in panic.symptoms]
+            for panic in panics
+            if panic.env in self._rows
+        }
+        for row in symptoms:
+            for slot_id, state in self.fleet.states[self._envs[row]].items():
+                if state.stage is not (stage := states[row][slot_id].stage):
+                    change = StageChange(slot_id, stage, state.stage, "panic")
+                    changes.append(SeedChange(row, change, state.blueprint))
+        return symptoms
+
+    def _restore_scores(self, env: int, earlier: FleetComparison) -> None:
+        """Replace what was measured of a host by what was measured before it diverged."""
+        now = self.comparison
+        now.main[env] = earlier.main[env]
+        for new, old in ((now.auditions, earlier.auditions), (now.contributions, earlier.contributions)):
+            for key in [key for key in new if key[0] == env]:
+                del new[key]
+            new.update({key: value for key, value in old.items() if key[0] == env})
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:
         """Parameters of the seeds in these stages (n, slots)."""
@@ -279,15 +233,15 @@ class EpisodeRunner:
                 lifecycle.seed_parameters(self.fleet.slots[slot_id], state) if state.stage in stages else 0
                 for slot_id, state in self.fleet.states[env].items()
             ]
-            for env in self.groups.envs
+            for env in self._envs
         ]
         return torch.tensor(counts, dtype=torch.float32, device=self.fleet.device)
 
 
 Act = Callable[[PolicyView], Tensor]
-"""Actions (n, heads) of all grown envs from what a policy is given."""
+"""From what policies see to actions (n, heads) of all grown envs."""
 OnStep = Callable[[int, PolicyView, Tensor, StepResult], None]
-"""Called after every step with its number, what was seen, what was done, and what it led to."""
+"""Called after every step with its number, view, actions and result."""
 
 
 def play_episode(runner: EpisodeRunner, act: Act, on_step: OnStep | None = None) -> StepResult:

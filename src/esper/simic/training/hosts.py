@@ -17,26 +17,26 @@ from esper.tolaria.batches import Batches
 Purpose = Literal["training", "tuning", "evaluation", "final"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _RANGE = 2**60
-"""Each purpose has this many seeds of its own; four of them fit below 2**62."""
+"""Number of host seeds per purpose; four ranges fit below 2**62."""
 
 
-def host_seed(purpose: Purpose, rng_seed: int, *place: int) -> int:
-    """The seed of the host at a place (round, group …), from the range of its purpose."""
+def host_seed(purpose: Purpose, rng_seed: int, *position: int) -> int:
+    """The seed of the host at a position (round, group …), from the range of its purpose."""
     if purpose not in PURPOSES:
         raise UnknownNameError("purpose", purpose, PURPOSES)
-    return PURPOSES.index(purpose) * _RANGE + derive_seed(purpose, rng_seed, *place) % _RANGE
+    return PURPOSES.index(purpose) * _RANGE + derive_seed(purpose, rng_seed, *position) % _RANGE
 
 
 def purpose_of(seed: int) -> Purpose:
-    """The purpose whose range a host seed lies in."""
+    """The purpose whose range contains a host seed."""
     return PURPOSES[seed // _RANGE]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`count` groups of `members` envs that a policy controls, and one control each that never grows.
+    """`count` groups of `members` envs that a policy controls, each with a control that never grows.
 
-    In the fleet a group's envs lie side by side, the control last.
+    The envs of a group are adjacent in the fleet, the control last.
     """
 
     count: int
@@ -48,33 +48,35 @@ class Groups:
 
     @classmethod
     def of(cls, hosts: int, members: int) -> "Groups":
-        """So many hosts in all, controls included."""
+        """Groups of `hosts` hosts in all, controls included."""
         require_whole("hosts", hosts, members + 1, remark=f"; a group is {members} hosts and their control")
         if hosts % (members + 1):
-            raise BadValueError(f"{hosts} hosts are no whole number of groups of {members} and a control")
+            raise BadValueError(
+                f"{hosts} hosts cannot be divided into groups of {members} plus a control; use a multiple of "
+                f"{members + 1}"
+            )
         return cls(hosts // (members + 1), members)
 
     @property
     def hosts(self) -> int:
-        """Envs in the fleet."""
+        """Number of envs in the fleet."""
         return self.count * (self.members + 1)
 
     @property
     def grown(self) -> int:
-        """Envs that a policy controls."""
+        """Number of envs that a policy controls."""
         return self.count * self.members
 
     def spread(self, seeds: Sequence[int]) -> list[int]:
-        """One seed per group → one per env of the fleet."""
+        """One seed per env of the fleet from one seed per group."""
         if len(seeds) != self.count:
-            raise BadValueError(f"{len(seeds)} seeds for {self.count} groups: each needs one")
+            raise BadValueError(f"got {len(seeds)} seeds for {self.count} groups; pass one per group")
         return [seed for seed in seeds for _ in range(self.members + 1)]
 
     @property
     def envs(self) -> list[int]:
-        """The fleet's numbers of the envs that a policy controls."""
-        width = self.members + 1
-        return [group * width + member for group in range(self.count) for member in range(self.members)]
+        """Numbers in the fleet of the envs that a policy controls."""
+        return [env for env in range(self.hosts) if (env + 1) % (self.members + 1)]
 
     def grown_of(self, values: Tensor) -> Tensor:
         """(hosts, …) → (grown, …)."""
@@ -89,14 +91,17 @@ class Groups:
 
 
 def check_device(device: torch.device | str) -> None:
-    """Raise for a device that this machine does not have: torch says so late, and not by name."""
-    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    """Raise for a device that this machine does not have; torch would fail later and not name it."""
+    available = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
         wanted = torch.device(device)
-    except RuntimeError:  # no name of a device at all
+    except RuntimeError:
         wanted = None
-    if wanted is None or (wanted.type != "cpu" and (wanted.type != "cuda" or (wanted.index or 0) >= len(gpus))):
-        raise BadValueError(f"device {str(device)!r} is not here; this machine has {', '.join(['cpu', *gpus])}")
+    if (
+        wanted is None
+        or (wanted.type if wanted.type == "cpu" else f"{wanted.type}:{wanted.index or 0}") not in available
+    ):
+        raise BadValueError(f"device {str(device)!r} is not here; this machine has {', '.join(available)}")
 
 
 def growth_fleet(
@@ -109,7 +114,7 @@ def growth_fleet(
     data_dir: Path | str | None = None,
     isolation: Isolation = "shadow",
 ) -> HostFleet:
-    """Hosts of a task; on CUDA their streams and products are in bfloat16, weights and statistics never."""
+    """Hosts of a task. On CUDA activations and products are bfloat16, weights and statistics float32."""
     check_device(device)
     compute = torch.bfloat16 if torch.device(device).type == "cuda" else None
     return HostFleet(

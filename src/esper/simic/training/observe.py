@@ -1,6 +1,7 @@
-"""From a fleet to what a controller may see of it."""
+"""What a controller sees of a fleet."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -9,27 +10,19 @@ from torch import Tensor
 from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
-from esper.leyline import LIVE_STAGES, LifecycleOp, SeedStage, SlotSpec
+from esper.leyline import LIVE_STAGES, SeedStage, SlotSpec
 from esper.simic.training.hosts import Groups
-from esper.tamiyo.signals import CriticView, HostView, Measured, OfferView, SlotView, TrainingSignals
+from esper.tamiyo.features import SLOT_COLUMNS
+from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, TrainingSignals
 from esper.tolaria import HostFleet
-from esper.tolaria.measurement import FleetComparison
-from esper.tolaria.probing import Sensing
-
-_FIELDS = (
-    *("stage", "blueprint", "alpha", "alpha_target", "ramping", "steps_in_stage", "age", "cooldown", "tried"),
-    *("can_advance", "can_fossilize", "can_prune", "can_retarget"),
-    *("audition", "audition_error", "audition_valid", "audition_loss"),
-    *("contribution", "contribution_error", "contribution_valid", "contribution_loss"),
-    *("gradient", "gradient_valid", "best", "best_valid"),
-)
+from esper.tolaria.measurement import FleetComparison, Sensing
 
 
 class Observer:
-    """Keeps what signals need from earlier steps of an episode: the last and best accuracy, the best contributions."""
+    """Turns measurements of a fleet into signals. Tracks the last and best accuracy and the best contributions."""
 
     def __init__(self, fleet: HostFleet, groups: Groups, *, gated: bool = False) -> None:
-        """`gated`: a seed may come with a gate, which then has to fit into the budget too."""
+        """`gated`: seeds may have a gate, whose parameters then count towards the budget."""
         self.fleet, self.groups = fleet, groups
         slots = list(fleet.slots.values())
         self.names = fleet.task.slot_config.blueprint_names
@@ -46,7 +39,7 @@ class Observer:
         self.begin()
 
     def begin(self) -> None:
-        """A new episode."""
+        """Forget the last episode."""
         n, device = self.groups.grown, self.fleet.device
         self._accuracy: Tensor | None = None
         self._control: Tensor | None = None
@@ -55,16 +48,11 @@ class Observer:
         self._best = np.full((n, len(self.fleet.slots)), np.nan)
 
     def look(
-        self,
-        found: FleetComparison,
-        sensing: Sensing,
-        potential: Tensor,
-        last_op: Tensor,
-        last_succeeded: Tensor,
+        self, comparison: FleetComparison, sensing: Sensing, potential: Tensor, last_op: Tensor, last_succeeded: Tensor
     ) -> TrainingSignals:
-        """The signals of all grown envs after a step. Host sync: once, for accuracies and losses of all rows."""
+        """Signals of all grown envs after a step. Host sync: one, for accuracies and losses of all rows."""
         fleet, groups, task = self.fleet, self.groups, self.fleet.task
-        accuracies, losses = accuracy_of(found.main), loss_of(found.main)
+        accuracies, losses = accuracy_of(comparison.main), loss_of(comparison.main)
         accuracy, control = groups.grown_of(accuracies), groups.control_of(accuracies)
         done = fleet.step_index / task.steps
         better = accuracy > self._best_accuracy
@@ -86,13 +74,10 @@ class Observer:
             last_succeeded=last_succeeded,
         )
         critic = CriticView(
-            potential,
-            control,
-            torch.zeros_like(control) if self._control is None else control - self._control,
-            control,
+            potential, control, torch.zeros_like(control) if self._control is None else control - self._control, control
         )
         self._accuracy, self._control = accuracy, control
-        slots = self.slots(found, sensing)
+        slots = self.slots(comparison, sensing)
         free = (slots.stage == int(SeedStage.DORMANT)).unsqueeze(-1)
         affordable = self._parameters + self._gates <= (self._budget - grown)[:, None, None]
         offered = self._parameters > 0
@@ -100,43 +85,24 @@ class Observer:
         return TrainingSignals(hosts, slots, offers, critic)
 
     def slots(self, found: FleetComparison, sensing: Sensing) -> SlotView:
-        """The slots of all grown envs as they are now."""
-        n, device = self.groups.grown, self.fleet.device
-        table = {name: np.zeros((n, len(self.fleet.slots))) for name in _FIELDS}
+        """Current slots of all grown envs."""
+        grown_of = self.groups.grown_of
+        measured = {
+            "width": self._width,
+            "depth": self._depth,
+            "rms": grown_of(sensing.rms),
+            "rank": grown_of(sensing.rank),
+            "gradient": grown_of(sensing.gradient),
+        }
+        described = [column for column in SLOT_COLUMNS if column.name not in measured]
+        numbers = np.zeros((len(described), self.groups.grown, len(self.fleet.slots)))
         for row, env in enumerate(self.groups.envs):
-            for column, (slot_id, state) in enumerate(self.fleet.states[env].items()):
-                for name, number in self._describe(state, found, env, slot_id, row, column).items():
-                    table[name][row, column] = number
-        tensors = torch.from_numpy(np.stack([table[name] for name in _FIELDS])).float().to(device)
-        value: dict[str, Tensor] = dict(zip(_FIELDS, tensors, strict=True))
-        flag = {name: value[name] > 0 for name in _FIELDS}
-        none = torch.zeros_like(value["alpha"])
-        return SlotView(
-            width=self._width,
-            depth=self._depth,
-            rms=self.groups.grown_of(sensing.rms),
-            rank=self.groups.grown_of(sensing.rank),
-            gradient=self.groups.grown_of(sensing.gradient),
-            stage=value["stage"].long(),
-            blueprint=value["blueprint"].long(),
-            alpha=value["alpha"],
-            alpha_target=value["alpha_target"],
-            ramping=flag["ramping"],
-            steps_in_stage=value["steps_in_stage"],
-            age=value["age"],
-            cooldown=value["cooldown"],
-            can_advance=flag["can_advance"],
-            can_fossilize=flag["can_fossilize"],
-            can_prune=flag["can_prune"],
-            can_retarget=flag["can_retarget"],
-            audition=Measured(value["audition"], value["audition_error"], flag["audition_valid"]),
-            audition_loss=value["audition_loss"],
-            contribution=Measured(value["contribution"], value["contribution_error"], flag["contribution_valid"]),
-            contribution_loss=value["contribution_loss"],
-            seed_gradient=Measured(value["gradient"], none, flag["gradient_valid"]),
-            tried=value["tried"],
-            best=Measured(value["best"], none, flag["best_valid"]),
-        )
+            for index, (slot_id, state) in enumerate(self.fleet.states[env].items()):
+                values = self._describe(state, found, env, slot_id, row, index)
+                numbers[:, row, index] = [values.get(column.name, 0.0) for column in described]
+        tensors = torch.from_numpy(numbers).float().to(self.fleet.device)
+        rest = {column.name: tensor.to(column.dtype) for column, tensor in zip(described, tensors, strict=True)}
+        return SlotView.from_columns(measured | rest)
 
     def _describe(
         self, state: SeedState, found: FleetComparison, env: int, slot_id: str, row: int, column: int
@@ -144,14 +110,8 @@ class Observer:
         """One slot as numbers."""
         config, live = self.fleet.config, state.stage in LIVE_STAGES
         described: dict[str, float] = {
-            "stage": int(state.stage),
+            **{column.name: attrgetter(column.seed)(state) for column in SLOT_COLUMNS if column.seed is not None},
             "blueprint": self.names.index(state.blueprint) if state.blueprint is not None else -1,
-            "alpha": state.alpha,
-            "alpha_target": state.controller.target,
-            "ramping": state.ramping,
-            "steps_in_stage": state.steps_in_stage,
-            "age": state.age,
-            "cooldown": state.cooldown,
             "can_advance": state.stage is SeedStage.TRAINING and _passes(state, SeedStage.BLENDING, self.fleet),
             "can_fossilize": state.stage is SeedStage.HOLDING and _passes(state, SeedStage.FOSSILIZED, self.fleet),
             "can_prune": live
@@ -159,7 +119,6 @@ class Observer:
             and not state.ramping
             and not (state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age),
             "can_retarget": state.stage is SeedStage.HOLDING,
-            "tried": state.germinations,
         }
         if (audition := state.audition) is not None:
             described |= {"audition": audition.value, "audition_error": audition.error, "audition_valid": 1}
@@ -172,26 +131,20 @@ class Observer:
         if (env, slot_id) in found.contributions:
             described["contribution_loss"] = found.contributions[env, slot_id].loss.value
         if live and state.gradient_norm is not None and np.isfinite(state.gradient_norm):
-            described |= {"gradient": state.gradient_norm, "gradient_valid": 1}
+            described |= {"seed_gradient": state.gradient_norm, "seed_gradient_valid": 1}
         if not np.isnan(self._best[row, column]):
             described |= {"best": self._best[row, column], "best_valid": 1}
         return described
 
 
 def accuracy_of(rows: Sequence[RowScore]) -> Tensor:
-    """(rows,): in percent, left on the device."""
+    """Accuracy (rows,) in percent, on the device."""
     return 100 * torch.stack([row.correct for row in rows]).float().mean(1)
 
 
 def loss_of(rows: Sequence[RowScore]) -> Tensor:
-    """(rows,): mean cross-entropy, left on the device."""
+    """Mean cross-entropy (rows,), on the device."""
     return torch.stack([row.losses for row in rows]).float().mean(1)
-
-
-def first_actions(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The last op and its success before anything was done."""
-    waited = torch.full((n,), int(LifecycleOp.WAIT), device=device)
-    return waited, torch.ones(n, dtype=torch.bool, device=device)
 
 
 def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
@@ -199,5 +152,5 @@ def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
 
 
 def _cost(slot: SlotSpec, name: str) -> float:
-    """Parameters of a blueprint in a slot; 0 where it is not offered."""
+    """Parameters of a blueprint in a slot; 0 if it is not offered."""
     return float(next((offer.parameters for offer in slot.blueprints if offer.name == name), 0))

@@ -1,4 +1,4 @@
-"""What a policy chose, in words: indices of heads become ops, slots, blueprints and values."""
+"""Everything that a run writes and shows: logs, alarms, checkpoints, sinks and progress."""
 
 import statistics
 from collections import Counter
@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from esper.leyline import HEADS, Head, LifecycleOp, SlotConfig
+from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
+from esper.leyline.progress import Advance, progress_bar
 from esper.leyline.records import Json, encode
 from esper.nissa import (
     AlarmRaised,
     EpisodeEnded,
     Event,
-    Hub,
     Panicked,
     RoundExamined,
     RoundMeasured,
@@ -25,60 +25,176 @@ from esper.nissa import (
     RunEnded,
     RunResumed,
     SeedSuspected,
+    SinkSettings,
     StageChanged,
     as_line,
 )
-from esper.simic.agent import PPOUpdateMetrics
+from esper.simic.agent import PPOAgent, PPOUpdateMetrics, TamiyoRolloutBuffer
 from esper.simic.rewards import Suspicion
-from esper.simic.telemetry import Alarm, DetailReport, RoundFacts, SpanTotal, worst_health
+from esper.simic.telemetry import (
+    Alarm,
+    AnomalyDetector,
+    DetailReport,
+    Examination,
+    RoundFacts,
+    Spans,
+    SpanTotal,
+    operator_trace,
+    worst_health,
+)
 from esper.simic.training.collect import RoundRecord
-from esper.simic.training.run_folder import SESSIONS, git_hash
+from esper.simic.training.episode import values_of
+from esper.simic.training.run_folder import SESSIONS, Restored, RunFolder, TelemetryState, git_hash
+from esper.storage.interrupts import termination_interrupts
 from esper.storage.logs import JsonLines, end_of_lines
 from esper.storage.stored import Machine
 
 Choice = str | int | float
 Column = list[int] | list[Choice | None]
+_HEADS = {head.name: head for head in HEADS}
+
+
+class Recorder:
+    """Writes a run to its folder and shows it: on the console, in sinks, in the progress bar."""
+
+    def __init__(self, folder: RunFolder, restored: Restored, sinks: SinkSettings, profile: Path | None = None) -> None:
+        """`profile`: folder for a trace of every operator of one round."""
+        self.folder, self.rounds, config = folder, folder.config.rounds, folder.config
+        self.hub = sinks.open(folder.path, encode(config), restored.rounds)
+        self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
+        self.detail = restored.telemetry.detail
+        self.alarms: tuple[Alarm, ...] = ()
+        """Alarms of the last round"""
+        self._remarks, self._profile, self._console = restored.remarks, profile, sinks.console
+        # The first round of a process is not typical; it is traced only if no other is left.
+        self._traced = min(restored.rounds + 1, self.rounds - 1)
+        self._advance: Advance | None = None
+
+    @contextmanager
+    def session(self, done: Callable[[], int], *, progress: bool = True) -> Iterator[None]:
+        """Open the files and sinks of the run, and note when work on it begins and ends.
+
+        `done` counts complete rounds. Ctrl-C and SIGTERM end the block after the last of them.
+        """
+        path, left = self.folder.path, self.rounds - done()
+        bar = progress_bar("rounds", left, shown=progress)
+        with bar as self._advance, self.folder, self.hub, termination_interrupts():
+            if self._profile is not None and not left:
+                raise BadValueError(f"{path} has no round left to trace; omit --profile")
+            try:
+                with self._noted(done):
+                    yield
+            except KeyboardInterrupt:
+                print(f"stopped after round {done()}; continue with --resume {path}")
+            except StorageError as error:
+                remedy = f"the run is complete up to its last checkpoint; continue with --resume {path}"
+                raise StorageError(f"{error}; {remedy}") from error
+        if losses := self.hub.losses():
+            print(f"{losses}; the log in {path} has everything")
+
+    @contextmanager
+    def _noted(self, done: Callable[[], int]) -> Iterator[None]:
+        """Write the begin and end of the block to `sessions.jsonl`, and send them to the sinks."""
+        begin = (_now(), done(), self.rounds, encode(Machine.here()), git_hash())
+        self._note(RunBegun(*begin) if self._remarks is None else RunResumed(*begin, list(self._remarks)))
+        try:
+            yield
+        except BaseException as error:
+            why = "stopped" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+            with suppress(OSError):  # a full disk is often the cause; this second error must not hide it
+                self._note(RunEnded(_now(), done(), why, self.hub.dropped))
+            raise
+        self._note(RunEnded(_now(), done(), "complete", self.hub.dropped))
+
+    def _note(self, event: Event) -> None:
+        path = self.folder.path / SESSIONS
+        with JsonLines(path, end_of_lines(path)) as log:
+            log.write(**as_line(event))
+        self.hub.publish(event)
+
+    @contextmanager
+    def tracing(self, round_index: int, spans: Spans) -> Iterator[None]:
+        """Trace the block if it is the round to profile, with the spans as ranges in the trace."""
+        spans.marked = self._profile is not None and round_index == self._traced
+        if self._profile is None or not spans.marked:
+            yield
+            return
+        with operator_trace(self._profile / f"round-{round_index:05d}.json.gz", self.folder.config.device) as path:
+            yield
+        print(f"round {round_index} was traced: {path}", flush=True)
+
+    def examination(self, agent: PPOAgent, buffer: TamiyoRolloutBuffer) -> Examination | None:
+        """An observer of the coming update, in rounds that an alarm marked for a closer look."""
+        return Examination(buffer, agent.layout) if self.detail.left else None
+
+    def write_events(
+        self,
+        round_index: int,
+        records: Sequence[RoundRecord],
+        update: PPOUpdateMetrics,
+        examination: Examination | None,
+    ) -> None:
+        """Log what happened to each host, the details of the update, and alarms that begin or end."""
+        log, report = self.folder.events, None
+        for record in records:
+            write_record(log, round_index, record)
+        if examination is not None:
+            report = examination.report({record.task: record.lstm for record in records})
+            log.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
+        self.alarms = self.detector.look(round_index, update, round_facts(records, report))
+        self.detail = self.detail.after(self.alarms)
+        write_alarms(log, self.alarms)
+
+    def write_metrics(
+        self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
+    ) -> RoundMeasured:
+        """Log the line of a round. What depends on the clock or the machine is under `timing`."""
+        seconds, lost = {name: round(total.wall_s, 6) for name, total in spans.items()}, self.hub.metrics()
+        timing = {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
+        values = round_values(records, update, timing | ({"hub": lost} if lost else {}))
+        self.folder.metrics.write(round=round_index, **values)
+        return RoundMeasured(round_index, values)
+
+    def save(self, agent: PPOAgent, rounds: int) -> None:
+        """Write the checkpoint after `rounds` rounds."""
+        self.folder.save(agent, rounds, TelemetryState(self.detector.state, self.detail))
+
+    def show(self, measured: RoundMeasured, records: Sequence[RoundRecord]) -> None:
+        """Send a complete round to the sinks, and print its alarms unless the console sink does."""
+        self.hub.publish(measured)
+        for alarm in self.alarms:
+            self.hub.publish(_raised(alarm))
+            if alarm.severity != "info" and not self._console:
+                print(f"{alarm.severity}: {alarm}", flush=True)
+        if self._advance is not None:
+            self._advance(1, "" if self._console else summary(records))
 
 
 def decided(actions: Sequence[Sequence[int]], heads: Sequence[str], slots: SlotConfig) -> dict[str, Column]:
-    """The decisions of one episode, column by column: `step` and every head, null where it says nothing about the op.
+    """The decisions of one episode by column: `step` and every head, null where the head does not matter.
 
-    Steps that waited are left out, because most do: a day of a large run writes a hundred thousand of these.
+    Steps that waited are omitted because most do: a day of a large run writes a hundred thousand of these.
     """
-    where, table = list(heads).index("op"), {head.name: head for head in HEADS}
-    acted = [(step, action) for step, action in enumerate(actions) if action[where] != LifecycleOp.WAIT]
+    op = list(heads).index("op")
+    acted = [(step, action) for step, action in enumerate(actions) if action[op] != LifecycleOp.WAIT]
     columns: dict[str, Column] = {"step": [step for step, _ in acted]}
-    for place, name in enumerate(heads):
-        head = table[name]
-        columns[name] = [
-            _choice(head, action[place], slots) if action[where] in head.ops else None for _, action in acted
-        ]
+    for index, head in enumerate(_HEADS[name] for name in heads):
+        values = [v.name if isinstance(v, LifecycleOp) else v for v in values_of(head, slots)]
+        columns[head.name] = [values[action[index]] if action[op] in head.ops else None for _, action in acted]
     return columns
 
 
-def _choice(head: Head, index: int, slots: SlotConfig) -> Choice:
-    """What an index of a head stands for."""
-    if head.choices == "slots":
-        return slots.slot_ids[index]
-    if head.choices == "blueprints":
-        return slots.blueprint_names[index]
-    chosen = head.choices[index]
-    return chosen.name if isinstance(chosen, LifecycleOp) else chosen
-
-
 def summary(records: Sequence[RoundRecord]) -> str:
-    """What the progress bar says about a round."""
-    many = len(records) > 1
-    parts = [
-        f"{record.task + ' ' if many else ''}objective {float(record.objective.mean()):+.2f}, committed "
+    """A round in a few words, for the progress bar."""
+    return "; ".join(
+        f"{record.task + ' ' if len(records) > 1 else ''}objective {float(record.objective.mean()):+.2f}, committed "
         f"{100 * float((record.added_parameters > 0).float().mean()):.0f} %"
         for record in records
-    ]
-    return "; ".join(parts)
+    )
 
 
-def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots: SlotConfig) -> None:
-    """What happened to each host of a task. Envs are numbered over all tasks."""
+def write_record(events: JsonLines, round_index: int, record: RoundRecord) -> None:
+    """Log what happened to each host of a task. Envs are numbered over all tasks."""
     first, task = record.first_env, record.task
     for step, (env, change, blueprint) in record.changes:
         source, target = change.source.name, change.target.name
@@ -86,12 +202,12 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
             round_index, task, step, first + env, change.slot_id, blueprint, source, target, change.cause
         )
         events.write(**as_line(moved))
-    for step, env, why in record.symptoms:
-        events.write(**as_line(Panicked(round_index, task, step, first + env, why)))
-    for found in record.suspects:
+    for step, env, symptoms in record.symptoms:
+        events.write(**as_line(Panicked(round_index, task, step, first + env, symptoms)))
+    for suspect in record.suspects:
         suspected = SeedSuspected(
-            *(round_index, task, found.step, first + found.env, found.slot, found.suspicion, found.severity),
-            *(round(found.contribution, 4), round(found.gain, 4)),
+            *(round_index, task, suspect.step, first + suspect.env, suspect.slot, suspect.suspicion, suspect.severity),
+            *(round(suspect.contribution, 4), round(suspect.gain, 4)),
         )
         events.write(**as_line(suspected))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
@@ -108,19 +224,30 @@ def write_events(events: JsonLines, round_index: int, record: RoundRecord, slots
             accuracies=_rounded(record.accuracies[:, env]),
             control_accuracies=_rounded(record.control_accuracies[:, env]),
             alphas={
-                slot_id: _rounded(record.alphas[:, env, place])
-                for place, slot_id in enumerate(slots.slot_ids)
-                if bool(record.alphas[:, env, place].any())
+                slot_id: _rounded(alphas)
+                for slot_id, alphas in zip(record.slots.slot_ids, record.alphas[:, env].T, strict=True)
+                if bool(alphas.any())
             },
-            decisions=decided(actions[env], record.heads, slots),
+            decisions=decided(actions[env], record.heads, record.slots),
             rewards=encode([round(reward, 3) for reward in rewards[env]]),
             reward_parts=encode({name: round(total[env], 4) for name, total in parts.items()}),
         )
         events.write(**as_line(ended))
 
 
+def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> None:
+    """Log alarms that begin or end."""
+    for alarm in alarms:
+        events.write(**as_line(_raised(alarm)))
+
+
+def _raised(alarm: Alarm) -> AlarmRaised:
+    content = asdict(alarm)
+    return AlarmRaised(alarm=content.pop("kind"), **content)
+
+
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
-    """What the detector of anomalies is told of a round. Host sync: a few."""
+    """What the anomaly detector reads of a round. Host sync: a few."""
     acting, hacking, ransomware = torch.stack([record.suspect_counts for record in records]).sum(0).tolist()
     return RoundFacts(
         episodes=sum(len(record.objective) for record in records),
@@ -139,62 +266,31 @@ def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = No
 
 
 def _worst(records: Sequence[RoundRecord], suspicion: Suspicion) -> str:
-    """The suspect that a host leans on most, in words."""
-    found = [(suspect, r.first_env) for r in records for suspect in r.suspects if suspect.suspicion == suspicion]
-    if not found:
+    """The suspect with the largest contribution, in words."""
+    suspects = [(suspect, r.first_env) for r in records for suspect in r.suspects if suspect.suspicion == suspicion]
+    if not suspects:
         return ""
-    worst, first = max(found, key=lambda pair: pair[0].contribution)
-    place = f"env {first + worst.env}, slot {worst.slot}, step {worst.step}"
-    return f"{place}: a contribution of {worst.contribution:.3g} in a gain of {worst.gain:.3g}"
+    worst, first = max(suspects, key=lambda pair: pair[0].contribution)
+    position = f"env {first + worst.env}, slot {worst.slot}, step {worst.step}"
+    return f"{position}: a contribution of {worst.contribution:.3g} in a gain of {worst.gain:.3g}"
 
 
-def write_alarms(events: JsonLines, alarms: Sequence[Alarm]) -> list[AlarmRaised]:
-    """What began to be wrong, or ended."""
-    raised = []
-    for alarm in alarms:
-        content = asdict(alarm)
-        raised.append(AlarmRaised(alarm=content.pop("kind"), **content))
-        events.write(**as_line(raised[-1]))
-    return raised
-
-
-def write_detail(events: JsonLines, round_index: int, report: DetailReport) -> None:
-    """A round looked at closely."""
-    events.write(**as_line(RoundExamined(round_index, **_short(encode(report)))))
-
-
-def timing_of(spans: Mapping[str, SpanTotal], lost: Mapping[str, int]) -> dict[str, Json]:
-    """Seconds of the two halves of a round, and of everything inside them by span; what sinks lost, where there are
-    any."""
-    seconds = {name: round(total.wall_s, 6) for name, total in spans.items()}
-    halves = {"collect_s": seconds["collect"], "update_s": seconds["update"]}
-    return {**halves, "spans": seconds, **({"hub": dict(lost)} if lost else {})}
-
-
-def write_metrics(
-    metrics: JsonLines,
-    round_index: int,
-    records: Sequence[RoundRecord],
-    slots: SlotConfig,
-    update: PPOUpdateMetrics,
-    timing: dict[str, Json],
-) -> RoundMeasured:
-    """The line of a round: over all tasks, each task where there are several, the update; what the clock or the machine
-    has a say in is under `timing`."""
-    several = {record.task: _growth([record]) for record in records} if len(records) > 1 else {}
-    values = {
+def round_values(
+    records: Sequence[RoundRecord], update: PPOUpdateMetrics, timing: Mapping[str, Json]
+) -> dict[str, Json]:
+    """The metrics of a round: all tasks together, each of several tasks, the update, and `timing`."""
+    slots, ops = records[0].slots, [op for record in records for op in record.actions[..., 0].flatten().tolist()]
+    return {
         **_growth(records),
-        **({"tasks": several} if several else {}),
-        "ops": _ops(records),
+        **({"tasks": {record.task: _growth([record]) for record in records}} if len(records) > 1 else {}),
+        "ops": dict(Counter(LifecycleOp(op).name for op in ops)),
         "germinated": {
             f"{slots.slot_ids[slot]}/{slots.blueprint_names[blueprint]}": number
             for (slot, blueprint), number in _germinated(records).items()
         },
-        **encode(update.flat()),  # what is not finite becomes words: an update that failed is written down too
+        **encode(update.flat()),  # numbers that are not finite become words
         "timing": timing,
     }
-    metrics.write(round=round_index, **values)
-    return RoundMeasured(round_index, values)
 
 
 def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
@@ -217,12 +313,8 @@ def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
     }
 
 
-def _ops(records: Sequence[RoundRecord]) -> dict[str, int]:
-    return dict(Counter(LifecycleOp(op).name for record in records for op in record.actions[..., 0].flatten().tolist()))
-
-
 def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
-    """How often each blueprint was germinated in each slot, both by number."""
+    """Number of germinations by (slot, blueprint), both as indices."""
     chosen: Counter[tuple[int, int]] = Counter()
     for record in records:
         germinated = record.actions[record.actions[..., 0] == int(LifecycleOp.GERMINATE)]
@@ -231,7 +323,7 @@ def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
 
 
 def _short(value: Json) -> Json:
-    """Numbers as long as anybody reads them: five digits."""
+    """JSON with floats of five significant digits."""
     if isinstance(value, dict):
         return {key: _short(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -240,33 +332,7 @@ def _short(value: Json) -> Json:
 
 
 def _rounded(curve: Tensor) -> list[float]:
-    """As short as it is read: two digits."""
     return [round(value, 2) for value in curve.tolist()]
-
-
-@contextmanager
-def session(
-    folder: Path, hub: Hub, rounds: int, done: Callable[[], int], remarks: tuple[str, ...] | None
-) -> Iterator[None]:
-    """Tell the run's `sessions.jsonl` and the sinks of the block's begin and end. `done` counts complete rounds;
-    `remarks` are those of a run that was resumed, None of a new one."""
-    place = (_now(), done(), rounds, encode(Machine.here()), git_hash())
-    _tell(folder, hub, RunBegun(*place) if remarks is None else RunResumed(*place, list(remarks)))
-    try:
-        yield
-    except BaseException as error:
-        why = "stopped" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-        with suppress(OSError):  # a full disk is often what the error is about; it must not hide behind this one
-            _tell(folder, hub, RunEnded(_now(), done(), why, hub.dropped))
-        raise
-    _tell(folder, hub, RunEnded(_now(), done(), "complete", hub.dropped))
-
-
-def _tell(folder: Path, hub: Hub, event: Event) -> None:
-    path = folder / SESSIONS
-    with JsonLines(path, end_of_lines(path)) as log:
-        log.write(**as_line(event))
-    hub.publish(event)
 
 
 def _now() -> str:

@@ -1,15 +1,13 @@
-"""The folder of a run: its configuration, its logs, its checkpoints."""
+"""The folder of a run: its settings, its logs, its checkpoints."""
 
 import json
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -17,32 +15,27 @@ import torch
 from esper.leyline import BadValueError, CheckpointError, StorageError
 from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOAgent, load_agent, save_agent
-from esper.simic.agent.checkpoint import AGENT
-from esper.simic.telemetry import AlarmLimits, Detail, DetectorState
-from esper.simic.training.config import TrainConfig
+from esper.simic.telemetry import Detail, DetectorState
+from esper.simic.training.config import TrainConfig, decode_config
 from esper.storage.files import folder_lock, is_leftover, remove_leftovers, replace_file, storage_errors
 from esper.storage.interrupts import interrupts_held
 from esper.storage.logs import JsonLines, digest_of, read_lines
 from esper.storage.series import KEEP, Series
-from esper.storage.stored import Machine, checkpoint_errors, checksum, read_stored
+from esper.storage.stored import Machine, checksum
 from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 
-CONFIG = "config.json"
-PATHS = ("data_dir", "start")
-"""Settings that are paths; JSON holds them as text."""
+CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.jsonl", "checkpoints"
+SESSIONS = "sessions.jsonl"
+"""Append-only and never cut: how often a run was stopped is not part of what it computes."""
 
 
-class Header(NamedTuple):
-    """What `config.json` tells."""
-
-    config: TrainConfig
-    keep_checkpoints: int
+# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
-    """Write the resolved configuration of a run, whole or not at all."""
-    # What a run started from is found from its own folder: both may be moved together.
+    """Write the settings of a run, whole or not at all."""
+    # Relative to the run's folder, so that both can be moved together.
     start = None if config.start is None else os.path.relpath(config.start.resolve(), path.resolve())
     data_dir = None if config.data_dir is None else str(config.data_dir.resolve())
     content = {
@@ -55,224 +48,189 @@ def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None
     replace_file(path / CONFIG, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _start_of(path: Path, text: str | None) -> Path | None:
-    """Older folders hold it as it was given, from a working folder that nobody knows."""
-    if text is None:
-        return None
-    start = Path(os.path.normpath(path.resolve() / text))
-    return Path(text) if Path(text).is_dir() and not start.is_dir() else start
-
-
 def _config_checksum(content: Mapping[str, Json]) -> str:
-    """Over everything but where data sets lie, which may differ from machine to machine."""
+    """Digest of everything but the data folder, which may differ between machines."""
     config = {name: value for name, value in content["config"].items() if name != "data_dir"}
     return checksum({**{name: value for name, value in content.items() if name != "checksum"}, "config": config})
 
 
 def read_config(path: Path) -> TrainConfig:
-    """The resolved configuration of a run."""
-    return read_header(path).config
+    """The settings of a run, proven to be those that were written."""
+    return _read_header(path)[0]
+
+
+def _read_header(path: Path) -> tuple[TrainConfig, int]:
+    """The settings, and the number of checkpoints to keep."""
+    try:
+        content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = decode_config(content["config"], "config")
+        keep_checkpoints = decode(int, content["keep_checkpoints"], "keep_checkpoints")
+        stated, actual = content["checksum"], _config_checksum(content)
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
+    if stated != actual:
+        raise CheckpointError(
+            f"{path / CONFIG} was changed: it states checksum {stated!r}, its content has {actual}; "
+            "restore what was written, or start a new run in another folder"
+        )
+    start = None if config.start is None else Path(os.path.normpath(path.resolve() / config.start))
+    return replace(config, start=start), keep_checkpoints
 
 
 def check_settings(path: Path, config: TrainConfig) -> None:
-    """Raise unless these are the settings that a run was begun with; where data lie may differ."""
-    begun = read_config(path)
-    differ = [
-        f"{each.name} {getattr(config, each.name)!r}, begun with {getattr(begun, each.name)!r}"
+    """Raise unless a run was begun with these settings; the data folder may differ."""
+    given, own = (
+        replace(each, data_dir=None, start=each.start and each.start.resolve()) for each in (config, read_config(path))
+    )
+    differences = [
+        f"{each.name} {getattr(given, each.name)!r}, begun with {getattr(own, each.name)!r}"
         for each in fields(TrainConfig)
-        if each.name != "data_dir" and _absolute(getattr(config, each.name)) != _absolute(getattr(begun, each.name))
+        if getattr(given, each.name) != getattr(own, each.name)
     ]
-    if differ:
+    if differences:
         raise BadValueError(
-            f"{path} cannot go on with other settings ({'; '.join(differ)}): take its own, or another folder"
+            f"{path} cannot continue with other settings ({'; '.join(differences)}); use its own, or another folder"
         )
-
-
-def _absolute(value: object) -> object:
-    return value.resolve() if isinstance(value, Path) else value
-
-
-def read_header(path: Path) -> Header:
-    """The configuration, proven to be what was written. Older folders state no checksum, no start and no limits of
-    alarms, and keep all checkpoints."""
-    try:
-        content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        values = dict(content["config"])
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
-    with checkpoint_errors(str(path / CONFIG)):
-        if "checksum" in content and content["checksum"] != (found := _config_checksum(content)):
-            raise CheckpointError(
-                f"{path / CONFIG} was changed: it states checksum {content['checksum']!r}, its content has {found}; "
-                "put back what was written, or begin anew in another folder"
-            )
-    values.setdefault("alarms", encode(AlarmLimits()))
-    data_dir, start = (values.pop(name, None) for name in PATHS)
-    config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, "config")
-    keep = decode(int, content.get("keep_checkpoints", sys.maxsize), "keep_checkpoints")
-    place = None if data_dir is None else Path(data_dir)
-    return Header(replace(config, data_dir=place, start=_start_of(path, start)), keep)
 
 
 def git_hash() -> str | None:
-    """The commit that the code is at, where it lies in a repository."""
+    """The commit of the code, if it is in a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-EVENTS, METRICS, CHECKPOINTS = "events.jsonl", "metrics.jsonl", "checkpoints"
-SESSIONS = "sessions.jsonl"
-"""Append-only, never cut: how often a run was stopped and resumed is no part of what it computes."""
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LogState:
-    """How far a log was, and what it held."""
+    """Size and digest of a log when a checkpoint was written."""
 
     size: int
     sha256: str
 
-    @classmethod
-    def of(cls, log: JsonLines) -> Self:
-        """Of a log whose lines are on the disk."""
-        return cls(log.flush(), log.sha256)
-
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run was when a checkpoint was written."""
+    """The state of a run when a checkpoint was written."""
 
     rounds: int
     events: LogState
     metrics: LogState
     machine: Machine
-    data: tuple[str, ...]
-    """Digests of the data sets, task by task"""
+    data: tuple[str, ...]  # digests of the data sets, task by task
 
 
 @dataclass(frozen=True)
 class TelemetryState:
-    """What the detector of anomalies remembers."""
+    """The state of the anomaly detector and the level of detail."""
 
     detector: DetectorState = field(default_factory=DetectorState)
     detail: Detail = field(default_factory=Detail)
 
 
 EXTRAS: dict[str, type] = {"progress": Progress, "watching": TelemetryState}
-"""What lies beside the agent in a run's checkpoint."""
+"""What a run's checkpoint holds in addition to the agent."""
 
 
 class Restored(NamedTuple):
-    """What a run goes on with."""
+    """The state that a run continues with."""
 
     agent: PPOAgent
-    rounds: int
-    """How many it has behind it"""
-    watching: TelemetryState
-    remarks: tuple[str, ...] = ()
-    """What is not as it was: damaged checkpoints, another machine"""
+    rounds: int = 0  # complete ones
+    telemetry: TelemetryState = TelemetryState()
+    remarks: tuple[str, ...] | None = None  # what differs from before; None for a new run
 
 
 class RunFolder:
-    """One run on disk, this process's alone. Use it as a context manager: it closes its files and lets go of it."""
+    """One run on disk, locked for this process. Leaving it as a context manager closes its files and the lock."""
 
     def __init__(
-        self,
-        path: Path,
-        config: TrainConfig,
-        keep_checkpoints: int,
-        taken: ExitStack,
-        offsets: tuple[int, int] | None = None,
+        self, path: Path, config: TrainConfig, keep_checkpoints: int, lock: ExitStack, offsets: tuple[int, int] = (0, 0)
     ) -> None:
-        """`taken` holds the folder's lock; the caller keeps it where this fails. Logs are cut at the offsets."""
+        """`lock` is the folder's; if this fails it stays with the caller. The logs are cut at the offsets."""
         self.path, self.config = path, config
         self.checkpoints = checkpoints_of(path, keep_checkpoints)
-        events, metrics = offsets if offsets is not None else (None, None)
-        self.events = taken.enter_context(JsonLines(path / EVENTS, events))
-        self.metrics = taken.enter_context(JsonLines(path / METRICS, metrics))
-        self._opened = taken.pop_all()
+        self.events = lock.enter_context(JsonLines(path / EVENTS, offsets[0]))
+        self.metrics = lock.enter_context(JsonLines(path / METRICS, offsets[1]))
+        self._resources = lock.pop_all()
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP) -> Self:
-        """A new run; a folder that holds one already is left alone."""
-        cls.check_free(path)
-        checkpoints_of(path, keep_checkpoints)
+        """A new run. A folder that already contains one is refused."""
+        checkpoints_of(path, keep_checkpoints)  # refuses a bad number before anything is written
         with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as taken:
-            taken.enter_context(folder_lock(path))
-            cls.check_free(path)  # now that nobody else can take it
+        with ExitStack() as lock:
+            lock.enter_context(folder_lock(path))
+            cls.check_free(path)
             write_config(path, config, keep_checkpoints)
-            return cls(path, config, keep_checkpoints, taken)
+            return cls(path, config, keep_checkpoints, lock)
 
     @staticmethod
     def check_free(path: Path) -> None:
-        """Raise if there is something at this place, other than what a process left that was killed as it began."""
+        """Raise if the folder exists and holds more than what a killed process left as it began."""
         with storage_errors(path):
-            if path.exists() and (not path.is_dir() or any(not is_leftover(found) for found in path.iterdir())):
-                raise BadValueError(f"{path} is in use; choose another --out, or go on with --resume {path}")
+            if path.exists() and (not path.is_dir() or not all(map(is_leftover, path.iterdir()))):
+                raise BadValueError(f"{path} is in use; choose another --out, or continue with --resume {path}")
 
     @classmethod
     def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:
-        """A run to go on with, as it was after its last complete round that is whole on disk. Before the first one it
-        begins with the given agent; later ones must be like it. `config`: see `check_settings`.
+        """A run to continue after its last complete round whose checkpoint and logs are intact.
 
-        The logs are cut to where they were then, their tails kept aside. What is not as it was is told of.
+        Before the first checkpoint it begins with the given agent; later agents must have the same heads and columns.
+        The logs are cut to that round and their tails moved aside. Differences are warned of.
         """
-        keep_checkpoints = read_header(path).keep_checkpoints
+        keep_checkpoints = _read_header(path)[1]
         remarks: list[str] = []
 
-        def tell(remark: str) -> None:
-            remarks.append(remark)
-            warnings.warn(remark, RuntimeWarning, stacklevel=4)
+        def remark(text: str) -> None:
+            remarks.append(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-        with ExitStack() as taken:
-            taken.enter_context(folder_lock(path))  # before anything is tidied up: it may be another's at work
-            with storage_errors(path):
-                remove_leftovers(path)
-            checkpoints = checkpoints_of(path, keep_checkpoints)
-            found = checkpoints.read_newest(lambda number, place: _read_checkpoint(path, number, place, agent), tell)
-            if found is None:
+        with ExitStack() as lock:
+            lock.enter_context(folder_lock(path))  # before cleaning up: another process may be at work
+            remove_leftovers(path)
+            checkpoint = checkpoints_of(path, keep_checkpoints).read_newest(
+                lambda number, folder: _read_checkpoint(path, number, folder, agent), remark
+            )
+            if checkpoint is None:
                 _check_beginning(path)
-                restored, offsets = Restored(agent, 0, TelemetryState()), (0, 0)
-                tell(f"{path} has no checkpoint yet: it begins again with its first round")
+                restored, offsets = Restored(agent), (0, 0)
+                remark(f"{path} has no checkpoint yet: it begins again with its first round")
             else:
-                restored, progress = found
+                restored, progress = checkpoint
                 _check_data(path, config, progress)
                 offsets = (progress.events.size, progress.metrics.size)
                 if changed := progress.machine.differences():
-                    tell(f"the run goes on, but not bit for bit: {changed}")
-            folder = cls(path, config, keep_checkpoints, taken, offsets)
-        return folder, restored._replace(remarks=tuple(remarks))
+                    remark(f"the run continues, but not bit for bit: {changed}")
+            run = cls(path, config, keep_checkpoints, lock, offsets)
+        return run, restored._replace(remarks=tuple(remarks))
 
     @staticmethod
     def last_checkpoint(path: Path) -> Path | None:
         """The newest checkpoint of a run; None before the first round is complete."""
         return checkpoints_of(path).newest()
 
-    def keep(self, agent: PPOAgent, rounds: int, watching: TelemetryState) -> None:
-        """A checkpoint after so many rounds; the logs up to here belong to it. Ctrl-C waits until it is written."""
+    def save(self, agent: PPOAgent, rounds: int, telemetry: TelemetryState) -> None:
+        """Write the checkpoint after `rounds` rounds, with the state of the logs. Ctrl-C waits for it."""
         with interrupts_held():
-            logs = LogState.of(self.events), LogState.of(self.metrics)
-            progress = Progress(rounds, *logs, Machine.here(), _data_of(self.config))
-            save_agent(agent, self.checkpoints.path_of(rounds), {"progress": progress, "watching": watching})
+            events, metrics = (LogState(log.flush(), log.sha256) for log in (self.events, self.metrics))
+            progress = Progress(rounds, events, metrics, Machine.here(), _data_of(self.config))
+            save_agent(agent, self.checkpoints.path_of(rounds), {"progress": progress, "watching": telemetry})
             self.checkpoints.prune()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._opened.close()
+            self._resources.close()
         except StorageError:
-            if error is None:  # else it is the first error that tells what happened
+            if kind is None:  # otherwise the first error says what happened
                 raise
 
 
@@ -281,71 +239,53 @@ def checkpoints_of(path: Path, keep: int = KEEP) -> Series:
     return Series(path / CHECKPOINTS, "round", keep)
 
 
-def _read_checkpoint(path: Path, number: int, place: Path, like: PPOAgent) -> tuple[Restored, Progress]:
-    """What a checkpoint holds, if it is whole, of this run, and the logs go as far as it says."""
-    try:
-        agent, extras = load_agent(place, EXTRAS, device=str(like.device))
-    except CheckpointError as error:
-        if _is_of_another_version(place):
-            raise CheckpointError(
-                "another version of Esper wrote it, which noted other things; the run can be evaluated, and another "
-                "can begin with it (--start), but it cannot go on"
-            ) from error
-        raise
+def _read_checkpoint(path: Path, number: int, folder: Path, like: PPOAgent) -> tuple[Restored, Progress]:
+    """The content of a checkpoint. Raises unless it is intact, of this run, and the logs have all its lines."""
+    agent, extras = load_agent(folder, EXTRAS, device=str(like.device))
     progress: Progress = extras["progress"]
     if agent.table != like.table or agent.layout != like.layout:
-        raise CheckpointError(f"{place}: a policy with other heads or columns than this version of Esper builds")
+        raise CheckpointError(f"{folder}: a policy with other heads or columns than this version of Esper builds")
     if progress.rounds != number:
-        raise CheckpointError(f"{place} holds the checkpoint of round {progress.rounds}: it was copied or renamed")
+        raise CheckpointError(f"{folder} holds the checkpoint of round {progress.rounds}: it was copied or renamed")
     for name, state in ((EVENTS, progress.events), (METRICS, progress.metrics)):
-        _check_log(path / name, state, place)
+        _check_log(path / name, state, folder.name)
     return Restored(agent, number, extras["watching"]), progress
 
 
-def _is_of_another_version(place: Path) -> bool:
-    """Whether a checkpoint is whole and only tells other things of its run than one of now."""
-    try:
-        progress = read_stored(place, AGENT)[0].get("progress")
-    except CheckpointError:
-        return False
-    return isinstance(progress, dict) and set(progress) != {each.name for each in fields(Progress)}
-
-
 def _data_of(config: TrainConfig) -> tuple[str, ...]:
-    """What the run is trained on. Sets are loaded and read through once per process."""
+    """Digests of the data sets of a run. Each is loaded and read once per process."""
     return tuple(data_digest(get_task(name).load_data(config.data_dir)) for name in config.tasks)
 
 
 def _check_data(path: Path, config: TrainConfig, progress: Progress) -> None:
-    """A set of the same name may be another copy."""
+    """Raise if the data differ from those that the run was trained on."""
     for task, then, now in zip(config.tasks, progress.data, _data_of(config), strict=True):
         if then != now:
             raise CheckpointError(
-                f"{path} was trained on other data: those of {task!r} that are found now have digest {now}, it had "
-                f"{then}; say where its own lie (--data-dir, ESPER_DATA)"
+                f"{path} was trained on other data: those of {task!r} now have digest {now}, it had {then}; "
+                "point --data-dir or ESPER_DATA to the original data"
             )
 
 
-def _check_log(log: Path, state: LogState, place: Path) -> None:
-    """A log has the lines that were written before a checkpoint, each as it was."""
+def _check_log(log: Path, state: LogState, checkpoint: str) -> None:
+    """Raise unless a log begins with the lines that were written before a checkpoint."""
     size = log.stat().st_size if log.is_file() else 0
     if size < state.size:
-        raise CheckpointError(f"{log} has {size} bytes, {place.name} was written after {state.size}: lines are lost")
+        raise CheckpointError(f"{log} has {size} bytes, {checkpoint} was written after {state.size}: lines are lost")
     if state.size and digest_of(log, state.size).hexdigest() != state.sha256:
         raise CheckpointError(
-            f"{log} was changed: its first {state.size} bytes are not those that were there when {place.name} was "
-            "written; put back what was, or let another run begin with this one's controller (--start)"
+            f"{log} was changed: its first {state.size} bytes are not those from before {checkpoint}; restore them, "
+            "or start another run with this one's controller (--start)"
         )
 
 
 def _check_beginning(path: Path) -> None:
-    """A run that was killed in its first round has no checkpoint, and begins again; one with more has lost them."""
+    """Raise if the logs of a run without checkpoints tell of complete rounds: then it has lost its checkpoints."""
     for name in (METRICS, EVENTS, SESSIONS):
-        lines = read_lines(path / name) if (path / name).is_file() else iter(())
+        lines = read_lines(path / name) if (path / name).is_file() else ()
         last = max((line.get("round", 0) for line in lines), default=0)
-        if last > 0:  # of events and metrics the round that they are about, of sessions the next one to train
-            rounds = last if name == SESSIONS else last + 1
+        if last > 0:  # events and metrics name the round itself, sessions the next one
             raise CheckpointError(
-                f"{path / name} tells of {rounds} rounds, but {path / CHECKPOINTS} holds no checkpoint; "
-                "put a copy of one in its place, or begin anew in another folder"
+                f"{path / name} tells of {last + (name != SESSIONS)} rounds, but {path / CHECKPOINTS} holds no "
+                "checkpoint; put a copy of one there, or start a new run in another folder"
             )

@@ -1,1 +1,1 @@
-"""Searching schedules and thresholds with a stated number of episodes."""
+"""Searches schedules and thresholds with a stated number of episodes."""

@@ -1,9 +1,15 @@
-"""Controllers that learn nothing: rules, chance and plans, against which a learned one is measured."""
+"""Policies that learn nothing, the baselines of the learned one: rules, chance and plans."""
 
 from esper.tamiyo.policies.heuristic import HeuristicConfig, HeuristicTamiyo
-from esper.tamiyo.policies.schedule import Plan, PlannedSeed, SchedulePolicy
+from esper.tamiyo.policies.open_loop import (
+    Plan,
+    PlannedSeed,
+    RandomCommitPolicy,
+    RandomPolicy,
+    SchedulePolicy,
+    WaitPolicy,
+)
 from esper.tamiyo.policies.shipped import read_heuristic, read_plan, shipped_file
-from esper.tamiyo.policies.simple import RandomCommitPolicy, RandomPolicy, WaitPolicy
 
 __all__ = [
     "HeuristicConfig",

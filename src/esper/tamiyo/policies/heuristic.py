@@ -1,13 +1,13 @@
-"""The rule-based Tamiyo: germinate on a plateau, blend what auditions well, keep what contributes, cut what does not.
+"""The rule-based Tamiyo: germinate on a plateau, blend good auditions, fossilise or prune by contribution.
 
-Its rules in order of precedence; each env takes the first that applies:
+Rules in order of precedence; each env takes the first that applies:
 
-    FOSSILIZE   HOLDING, few steps left, and worth its rent at all: the objective counts fossils only
-    FOSSILIZE   HOLDING, and worth more than its rent beyond the error of the measurement
+    FOSSILIZE   HOLDING, few steps left, and worth its rent: the objective counts only fossils
+    FOSSILIZE   HOLDING, and worth more than its rent by more than the measurement error
     PRUNE       HOLDING, and not worth its rent
-    ADVANCE     TRAINING for long enough, and the audition is positive beyond its error; the best audition first
+    ADVANCE     TRAINING for long enough, and the audition exceeds its error; the best audition first
     PRUNE       TRAINING for too long without such an audition
-    GERMINATE   the accuracy has stopped rising and there is time: the best offer that was not tried before
+    GERMINATE   the accuracy has stopped rising and there is time: the best offer not tried before
     WAIT
 """
 
@@ -21,58 +21,57 @@ from torch import Tensor
 from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError, objective, rent
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable
-from esper.tamiyo.policies.proposals import Proposal, check_fit, propose, propose_seed, take_first
-from esper.tamiyo.policy import PolicyView
+from esper.tamiyo.policy import PolicyView, Proposal, check_slots, propose, propose_seed, take_first
 from esper.tamiyo.signals import HostView, OfferView, SlotView
 
 OfferChoice = Literal["net", "per_cost", "worth"]
 OFFER_CHOICES: tuple[OfferChoice, ...] = get_args(OfferChoice)
 
-UNDER_WAY = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
+IN_PROGRESS = (SeedStage.GERMINATED, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
 COST_FLOOR = 1e-2
-"""Cheaper than a hundredth of the host counts as that: what costs nothing is not infinitely good."""
+"""Lower bound of costs, in hosts, so that a free seed is not infinitely good."""
 
 
 @dataclass(frozen=True)
 class HeuristicConfig:
-    """Thresholds of the rules. Times are in steps, worths in points unless something else is said."""
+    """Thresholds of the rules. Times are in steps, values in points unless stated otherwise."""
 
     patience: int = 2
-    """Steps without a rise of the accuracy before a seed is germinated."""
+    """Steps without rising accuracy before a seed is germinated."""
     plateau: float = 1.0
-    """Points by which the accuracy has to pass its old level to count as rising."""
+    """Points above its old level at which the accuracy counts as rising."""
     at_once: int = 2
-    """Seeds that may be under way at the same time, fossils not counted."""
+    """Maximum number of seeds in progress at the same time, not counting fossils."""
     germinate_left: int = 9
-    """Least steps left to germinate: a seed needs that many to be trained, blended, held and fossilised."""
+    """Minimum steps left to germinate: a seed needs that many to train, blend, hold and fossilise."""
     choice: OfferChoice = "net"
-    """What the first-order worth of a blueprint is weighed by: net of its cost, per cost, or nothing."""
+    """How the first-order worth of a blueprint is rated: net of its cost, per cost, or as it is."""
     cost_weight: float = 0.1
-    """For choice `net`: the relative worth that a doubling of the host has to be worth."""
+    """For choice `net`: the relative worth that pays for doubling the host."""
     training_steps: int = 3
-    """Steps in TRAINING before an audition is believed."""
+    """Steps in TRAINING before an audition counts."""
     least_audition: float = 0.0
-    """Points that an audition has to exceed, beyond its error, for the seed to be blended."""
+    """Points that an audition must exceed, net of its error, for the seed to be blended."""
     trial: int = 6
-    """Steps in TRAINING after which a seed that does not audition well is pruned."""
+    """Steps in TRAINING after which a seed without a good audition is pruned."""
     advance_left: int = 5
-    """Least steps left to blend: a seed needs that many to be blended, held and fossilised."""
+    """Minimum steps left to blend: a seed needs that many to blend, hold and fossilise."""
     least_contribution: float = 0.0
-    """Points net of rent that a contribution has to exceed, beyond its error, for the seed to be fossilised."""
+    """Points that a contribution must exceed, net of rent and error, for the seed to be fossilised."""
     prune_below: float = 0.0
-    """A held seed that contributes fewer points net of rent is pruned."""
+    """A held seed that contributes fewer points, net of rent, is pruned."""
     ending: int = 3
-    """With so many steps left or fewer, whatever contributes more than its rent is fossilised, error or not."""
+    """With at most this many steps left, every seed that pays its rent is fossilised, whatever the error."""
     errors: float = 1.0
-    """Standard errors that count as beyond the error."""
+    """Number of standard errors that make up the error."""
     rent: float = 2.0
-    """Points that a doubling of the host costs."""
+    """Points that doubling the host costs."""
 
     def __post_init__(self) -> None:
         counts = {"patience": 0, "at_once": 1, "germinate_left": 1, "training_steps": 0, "advance_left": 1, "ending": 0}
         for name, least in counts.items():
             require_whole(name, getattr(self, name), least)
-        require_whole("trial", self.trial, self.training_steps, remark=": auditions are not believed before")
+        require_whole("trial", self.trial, self.training_steps, remark=": auditions do not count before")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is float and not (type(value) in (int, float) and math.isfinite(value)):
@@ -85,26 +84,26 @@ class HeuristicConfig:
 
 
 class HeuristicState(NamedTuple):
-    """What the rules remember of an episode."""
+    """The state of the rules during an episode."""
 
     level: Tensor
-    """(N,): the accuracy that has to be passed"""
+    """(N,): the accuracy to exceed"""
     since: Tensor
-    """(N,): steps since it was"""
-    sown: Tensor
-    """(N, S, B) bool: tried before"""
+    """(N,): steps since it was exceeded"""
+    tried: Tensor
+    """(N, S, B) bool: offers germinated so far"""
 
 
 class HeuristicTamiyo:
-    """Rules over what was measured; no chance."""
+    """Deterministic rules over the signals."""
 
     def __init__(self, table: ActionTable, slots: SlotConfig, config: HeuristicConfig | None = None) -> None:
-        check_fit(table, slots)
+        check_slots(table, slots)
         self.table, self.slots = table, slots
         self.config = config if config is not None else HeuristicConfig()
 
     def initial_state(self, seeds: list[int]) -> HeuristicState:
-        """Nothing was seen, nothing tried."""
+        """No accuracy to exceed, nothing tried."""
         n, offers = len(seeds), (len(self.slots), len(self.slots.blueprint_names))
         return HeuristicState(
             torch.full((n,), -torch.inf), torch.zeros(n, dtype=torch.long), torch.zeros((n, *offers), dtype=torch.bool)
@@ -113,7 +112,7 @@ class HeuristicTamiyo:
     def act(self, view: PolicyView, state: HeuristicState, uniform: Tensor) -> tuple[Tensor, HeuristicState]:
         """The first rule that applies."""
         hosts, offers = view.signals.hosts, view.signals.offers
-        level, since, sown = (part.to(uniform.device, non_blocking=True) for part in state)
+        level, since, tried = (part.to(uniform.device, non_blocking=True) for part in state)
         rising = hosts.accuracy > level + self.config.plateau
         level = hosts.accuracy.where(rising, level)
         since = (since + 1).where(~rising, 0)
@@ -121,13 +120,13 @@ class HeuristicTamiyo:
         rules = [
             *self._judge_held(view, left),
             *self._judge_trained(view, left),
-            self._germinate(view, left, since, sown),
+            self._germinate(view, left, since, tried),
         ]
         actions = take_first(self.table, view.masks, rules)
-        return actions, HeuristicState(level, since, sown | self._sown_by(actions, offers))
+        return actions, HeuristicState(level, since, tried | self._germinated_by(actions, offers))
 
     def _judge_held(self, view: PolicyView, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
-        """Rescue at the end, fossilise, prune."""
+        """Fossilise at the end, fossilise, prune."""
         config, slots = self.config, view.signals.slots
         net = slots.contribution.value - rent(seed_cost(slots, view.signals.offers), 1.0, config.rent)
         error = config.errors * slots.contribution.error
@@ -152,20 +151,20 @@ class HeuristicTamiyo:
             propose(LifecycleOp.PRUNE, judged & ~good & overdue, -audition.value, view.masks),
         )
 
-    def _germinate(self, view: PolicyView, left: Tensor, since: Tensor, sown: Tensor) -> Proposal:
+    def _germinate(self, view: PolicyView, left: Tensor, since: Tensor, tried: Tensor) -> Proposal:
         """On a plateau, the best offer."""
         config, stage = self.config, view.signals.slots.stage
-        under_way = sum((stage == each).sum(-1) for each in UNDER_WAY)
-        time = (since >= config.patience) & (left >= config.germinate_left) & (under_way < config.at_once)
-        return propose_seed(time[:, None, None] & ~sown, self._rate(view.signals.offers), view.masks)
+        in_progress = sum((stage == each).sum(-1) for each in IN_PROGRESS)
+        due = (since >= config.patience) & (left >= config.germinate_left) & (in_progress < config.at_once)
+        return propose_seed(due[:, None, None] & ~tried, self._rate(view.signals.offers), view.masks)
 
     def _rate(self, offers: OfferView) -> Tensor:
-        """(N, S, B): how good an offer looks before it was tried."""
+        """(N, S, B): rating of the offers."""
         if self.config.choice == "net":
             return objective(offers.worth, offers.cost, 1.0, self.config.cost_weight)
         return offers.worth / offers.cost.clamp(min=COST_FLOOR) if self.config.choice == "per_cost" else offers.worth
 
-    def _sown_by(self, actions: Tensor, offers: OfferView) -> Tensor:
+    def _germinated_by(self, actions: Tensor, offers: OfferView) -> Tensor:
         """(N, S, B) bool: the offer that an action germinates."""
         op, slot, blueprint = (actions[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
         _, slots, blueprints = offers.worth.shape
@@ -175,12 +174,12 @@ class HeuristicTamiyo:
 
 
 def seed_cost(slots: SlotView, offers: OfferView) -> Tensor:
-    """(N, S): parameters of the seed in each slot over the host's; meaningless where there is none."""
+    """(N, S): parameters of the seed in each slot divided by the host's; meaningless for empty slots."""
     return offers.cost.gather(-1, slots.blueprint.clamp(min=0)[..., None]).squeeze(-1)
 
 
 def steps_left(hosts: HostView, step: int) -> Tensor:
-    """(N,): T − t, from the share (T − t) / T; unbounded in the first step, which does not tell it."""
+    """(N,): T − t, from the share (T − t) / T; infinite in step 0, where T is still unknown."""
     if step == 0:
         return torch.full_like(hosts.time_left, torch.inf)
     return (step * hosts.time_left / (1 - hosts.time_left)).round()

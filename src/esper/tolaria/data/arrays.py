@@ -1,14 +1,14 @@
-"""What the readers of images return, and the few operations on whole sets of pixels."""
+"""Image sets as arrays: checks, pooling, statistics, and the split into parts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from esper.leyline.errors import BadValueError, DataError
-
-CHUNK_IMAGES = 4096
 
 
 class LabelledImages(NamedTuple):
@@ -23,7 +23,7 @@ class LabelledImages(NamedTuple):
 
 
 class ImageArrays(NamedTuple):
-    """A set as it is published: its training and its test images, and its class names in label order."""
+    """A published set: training images, test images, and class names in label order."""
 
     train: LabelledImages
     test: LabelledImages
@@ -31,28 +31,19 @@ class ImageArrays(NamedTuple):
 
 
 def check_image_arrays(arrays: ImageArrays, where: object) -> ImageArrays:
-    """Return `arrays` when shapes, types and labels fit together; DataError naming `where` otherwise."""
+    """Returns `arrays` if shapes, types and labels fit together; raises DataError naming `where` otherwise."""
     for part, (images, labels) in (("training", arrays.train), ("test", arrays.test)):
-        if images.ndim != 4 or images.dtype != np.uint8:
+        if images.ndim != 4 or images.dtype != np.uint8 or not len(images):
+            raise DataError(f"{where}: expected uint8 {part} images (N, C, H, W); got {images.dtype} {images.shape}")
+        if labels.shape != images.shape[:1] or labels.dtype != np.int64:
             raise DataError(
-                f"{where}: {part} images must be uint8 (N, C, H, W); found {images.dtype} {tuple(images.shape)}"
+                f"{where}: expected {len(images)} int64 {part} labels; got {labels.dtype} {tuple(labels.shape)}"
             )
-        if labels.shape != (len(images),) or labels.dtype != np.int64:
-            raise DataError(
-                f"{where}: {len(images)} {part} images need as many int64 labels; "
-                f"found {labels.dtype} {tuple(labels.shape)}"
-            )
-        if not len(images):
-            raise DataError(f"{where}: holds no {part} images")
-        if labels.min() < 0 or labels.max() >= len(arrays.classes):
-            raise DataError(
-                f"{where}: {part} labels must lie in 0..{len(arrays.classes) - 1}; found {labels.min()}..{labels.max()}"
-            )
-    if arrays.train.images.shape[1:] != arrays.test.images.shape[1:]:
-        raise DataError(
-            f"{where}: training images of {arrays.train.images.shape[1:]} "
-            f"but test images of {arrays.test.images.shape[1:]}"
-        )
+        if labels.min() < 0 or labels.max() >= (count := len(arrays.classes)):
+            raise DataError(f"{where}: expected {part} labels in 0..{count - 1}; got {labels.min()}..{labels.max()}")
+    train, test = (part.images.shape[1:] for part in arrays[:2])
+    if train != test:
+        raise DataError(f"{where}: training images of {train} but test images of {test}")
     return arrays
 
 
@@ -66,22 +57,15 @@ def average_pool(images: NDArray[np.uint8], resolution: int) -> NDArray[np.uint8
     window = height // resolution
     if window == 1:
         return images
-    pooled = np.empty((count, channels, resolution, resolution), np.uint8)
-    for start in range(0, count, CHUNK_IMAGES):  # in pieces, as the sums take four times the memory
-        piece = images[start : start + CHUNK_IMAGES]
-        windows = piece.reshape(len(piece), channels, resolution, window, resolution, window)
-        pooled[start : start + CHUNK_IMAGES] = np.rint(windows.sum(axis=(3, 5), dtype=np.uint32) / window**2)
+    windows = images.reshape(count, channels, resolution, window, resolution, window)
+    pooled: NDArray[np.uint8] = np.rint(windows.sum(axis=(3, 5), dtype=np.uint32) / window**2).astype(np.uint8)
     return pooled
 
 
-def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of images (N, C, H, W), in units of 255 (pixels run from 0 to 1)."""
-    channels = images.shape[1]
-    histogram = np.zeros((channels, 256), np.int64)  # exact, and no float copy of the images
-    for start in range(0, len(images), CHUNK_IMAGES):
-        for channel in range(channels):
-            piece = images[start : start + CHUNK_IMAGES, channel]
-            histogram[channel] += np.bincount(piece.ravel(), minlength=256)
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), for pixels scaled to 0..1."""
+    # A histogram is exact, and needs no float copy of the images.
+    histogram = torch.stack([channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]).numpy()
     levels = np.arange(256) / 255
     share = histogram / histogram.sum(axis=1, keepdims=True)
     mean = share @ levels
@@ -90,7 +74,7 @@ def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tu
 
 
 SPLIT_SEED = 20240229
-"""The seed of every split of a data set: one validation set for everybody, whatever the seed of a run."""
+"""The seed of every split: the validation set does not depend on the seed of a run."""
 
 
 def stratified_split(
@@ -98,37 +82,30 @@ def stratified_split(
 ) -> tuple[NDArray[np.int64], ...]:
     """Disjoint index arrays of exactly `sizes` into `labels` (N,), with classes in proportion.
 
-    In each part every class has its proportional count rounded down or up. Each part is in random order, so that its
-    beginning is a fair sample of it.
+    In each part every class has its proportional count rounded down or up. Each part is in random order.
     """
-    if labels.ndim != 1:
-        raise BadValueError(f"labels must have shape (N,); given {labels.shape}")
-    if any(size < 0 for size in sizes):
-        raise BadValueError(f"sizes must not be negative; given {sizes}")
+    if labels.ndim != 1 or any(size < 0 for size in sizes):
+        raise BadValueError(f"labels must have shape (N,), sizes must not be negative; got {labels.shape} and {sizes}")
     if sum(sizes) > len(labels):
         asked = " + ".join(map(str, sizes))
         raise DataError(f"asked for {asked} = {sum(sizes)} samples out of {len(labels)}; ask for fewer")
-    if not len(labels):
-        return tuple(np.empty(0, np.int64) for _ in sizes)
-
     draws = np.random.PCG64(rng_seed).random_raw(len(labels))
     order = np.argsort(draws, kind="stable")
     _, classes, class_counts = np.unique(labels[order], return_inverse=True, return_counts=True)
-    counts = _allot(class_counts.tolist(), (*sizes, len(labels) - sum(sizes)))  # the last part is what stays behind
+    counts = _allot(class_counts.tolist(), (*sizes, len(labels) - sum(sizes)))  # the last part is not returned
 
-    part_of = np.empty(len(labels), np.int64)  # of each place in `order`
-    for index in range(len(class_counts)):
-        dealt = [row[index] for row in counts]
-        part_of[classes == index] = np.repeat(np.arange(len(counts)), dealt)
+    part_of = np.empty(len(labels), np.int64)  # of each entry of `order`
+    for index, by_part in enumerate(zip(*counts, strict=True)):
+        part_of[classes == index] = np.repeat(np.arange(len(counts)), by_part)
     return tuple(order[part_of == part].astype(np.int64) for part in range(len(sizes)))
 
 
 def _allot(class_counts: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Counts (parts, classes) with the given row and column sums, each the proportional count rounded down or up.
 
-    Every part starts with the counts rounded down; its missing samples go to the classes of largest remainder.
-    Where parts compete for the same class, an augmenting path moves an earlier choice. That always succeeds, since
-    the proportional counts are themselves a fractional solution and such a flow problem then has a whole one.
+    Every part starts with the counts rounded down; its missing samples come from the classes of largest remainder.
+    Where parts compete for a class, an augmenting path moves an earlier choice. That always succeeds: the proportional
+    counts solve this flow problem in fractions, so an integer solution exists.
     """
     total = sum(class_counts)
     counts = [[size * count // total for count in class_counts] for size in sizes]
@@ -155,7 +132,7 @@ def _allot(class_counts: Sequence[int], sizes: Sequence[int]) -> list[list[int]]
     for part, size in enumerate(sizes):
         for _ in range(size - sum(counts[part])):
             claimed = claim(part, set())
-            assert claimed, "a whole solution exists"
+            assert claimed, "an integer solution exists"
     for index, parts in enumerate(holders):
         for part in parts:
             counts[part][index] += 1

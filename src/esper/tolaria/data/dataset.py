@@ -1,7 +1,7 @@
 """Data sets by name: images and labels, or character ids, as tensors in three parts.
 
-Validation samples are carved out of the published training samples, stratified and by one seeded rule for everybody;
-the published test samples stay as they are.
+Validation samples are carved out of the published training samples, stratified and by one seeded rule for all runs.
+The published test samples stay as they are.
 """
 
 import hashlib
@@ -24,18 +24,17 @@ from esper.tolaria.data.image_folder import find_image_folder, read_image_folder
 from esper.tolaria.data.readers import (
     FASHION_MNIST_CLASSES,
     FASHION_MNIST_FILES,
-    HELD_OUT_CHARACTERS,
     MNIST_CLASSES,
     MNIST_FILES,
     TINYSHAKESPEARE_FILE,
     read_digits,
     read_idx_set,
     read_text,
-    split_text,
 )
 
 JPEG_STEM = "cifar10-jpeg"
-LOADED_SETS = 8  # kept per process; the largest has about 200 MB
+LOADED_SETS = 8  # cached per process; the largest has about 200 MB
+TEST_CHARACTERS = 100_000
 
 
 class ImagePart(NamedTuple):
@@ -50,7 +49,7 @@ class ImageData:
     """A set of images. Its tensors are shared between callers: copy before changing."""
 
     name: str
-    """The set that was read; `cifar10_jpeg` where that copy stood in for `cifar10`."""
+    """The set that was read; `cifar10_jpeg` if that copy replaces `cifar10`."""
     train: ImagePart
     validation: ImagePart
     test: ImagePart
@@ -59,12 +58,6 @@ class ImageData:
     mean: tuple[float, ...]
     """Of each channel over the training part, for pixels scaled to 0..1."""
     std: tuple[float, ...]
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
-        _, channels, height, width = self.train.images.shape
-        return channels, height, width
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,20 +72,7 @@ class TextData:
     """The characters that the ids index, sorted."""
 
 
-def _read_mnist(directory: Path) -> ImageArrays:
-    return read_idx_set(directory / "mnist", MNIST_FILES, MNIST_CLASSES)
-
-
-def _read_fashion_mnist(directory: Path) -> ImageArrays:
-    return read_idx_set(directory / "fashion_mnist", FASHION_MNIST_FILES, FASHION_MNIST_CLASSES)
-
-
-def _read_cifar10(directory: Path) -> ImageArrays:
-    return read_cifar10(locate(CIFAR10_FILE, directory / "cifar10"))
-
-
-def _read_cifar10_jpeg(directory: Path) -> ImageArrays:
-    folder = directory / "cifar10_jpeg"
+def _read_cifar10_jpeg(folder: Path) -> ImageArrays:
     source = find_image_folder(folder, JPEG_STEM)
     if source is None:
         raise DataError(
@@ -104,27 +84,28 @@ def _read_cifar10_jpeg(directory: Path) -> ImageArrays:
 
 
 class _ImageSource(NamedTuple):
-    read: Callable[[Path], ImageArrays]
     files: tuple[RemoteFile, ...]
-    validation_size: int
-    """Unless the caller says otherwise."""
+    read: Callable[[Path], ImageArrays]
+    """From the folder of the set."""
+    validation_size: int = 2_000
+    """The default."""
 
 
 _IMAGE_SOURCES = {
-    "digits": _ImageSource(lambda directory: read_digits(), (), 400),
-    "mnist": _ImageSource(_read_mnist, MNIST_FILES, 2_000),
-    "fashion_mnist": _ImageSource(_read_fashion_mnist, FASHION_MNIST_FILES, 2_000),
-    "cifar10": _ImageSource(_read_cifar10, (CIFAR10_FILE,), 2_000),
-    "cifar10_jpeg": _ImageSource(_read_cifar10_jpeg, (), 2_000),
+    "digits": _ImageSource((), lambda _: read_digits(), 400),
+    "mnist": _ImageSource(MNIST_FILES, lambda folder: read_idx_set(folder, MNIST_FILES, MNIST_CLASSES)),
+    "fashion_mnist": _ImageSource(
+        FASHION_MNIST_FILES, lambda folder: read_idx_set(folder, FASHION_MNIST_FILES, FASHION_MNIST_CLASSES)
+    ),
+    "cifar10": _ImageSource((CIFAR10_FILE,), lambda folder: read_cifar10(locate(CIFAR10_FILE, folder))),
+    "cifar10_jpeg": _ImageSource((), _read_cifar10_jpeg),
 }
 DATASET_NAMES = (*_IMAGE_SOURCES, "tinyshakespeare")
 
 
 def is_present(name: str, data_dir: Path | str | None = None) -> bool:
-    """Whether `load` would find `name` without fetching anything. Checks that the files exist, not what they hold."""
-    _check_name(name)
-    directory = data_directory(data_dir)
-    name = _stand_in(name, directory)
+    """Whether `load` needs to fetch nothing. Checks that the files exist, not their content."""
+    name, directory = _resolve(name, data_dir)
     if name == "cifar10_jpeg":
         return find_image_folder(directory / name, JPEG_STEM) is not None
     files = _IMAGE_SOURCES[name].files if name in _IMAGE_SOURCES else (TINYSHAKESPEARE_FILE,)
@@ -137,76 +118,62 @@ def load(
     data_dir: Path | str | None = None,
     validation_size: int | None = None,
     train_size: int | None = None,
-    test_size: int | None = None,
     resolution: int | None = None,
 ) -> ImageData | TextData:
-    """Load a set by name, fetching what is missing. Loaded sets are kept for the life of the process.
+    """Load a set by name, fetching missing files. Loaded sets are cached for the life of the process.
 
-    Sizes count images or characters. Without them validation takes the set's default (400 digits, 2,000 images,
-    100,000 characters), and training and test take all there is. `resolution` averages square images down to that
-    height. The validation set does not depend on `train_size`, `test_size` or `resolution`.
+    Sizes count images or characters. By default validation takes 400 digits, 2,000 images or 100,000 characters, and
+    training takes the rest. `resolution` averages square images down to that height. The validation set does not depend
+    on `train_size` or `resolution`.
     """
-    _check_name(name)
-    for field, size in (("validation_size", validation_size), ("train_size", train_size), ("test_size", test_size)):
+    for field, size in (("validation_size", validation_size), ("train_size", train_size)):
         if size is not None and size < 1:
-            raise BadValueError(f"{field} must be at least 1; given {size}")
-    directory = data_directory(data_dir)
-    name = _stand_in(name, directory)
+            raise BadValueError(f"{field} must be at least 1, not {size}")
+    name, directory = _resolve(name, data_dir)
     if name in _IMAGE_SOURCES:
-        held_out = _IMAGE_SOURCES[name].validation_size if validation_size is None else validation_size
-        return _load_images(name, directory, held_out, train_size, test_size, resolution)
+        size = _IMAGE_SOURCES[name].validation_size if validation_size is None else validation_size
+        return _load_images(name, directory / name, size, train_size, resolution)
     if resolution is not None:
-        raise BadValueError(f"{name} is text and has no resolution; given {resolution}")
-    held_out = HELD_OUT_CHARACTERS if validation_size is None else validation_size
-    return _load_text(name, directory, held_out, train_size, test_size)
+        raise BadValueError(f"{name} is text and has no resolution; omit {resolution}")
+    return _load_text(
+        name, directory / name, TEST_CHARACTERS if validation_size is None else validation_size, train_size
+    )
 
 
-def _check_name(name: str) -> None:
+def _resolve(name: str, data_dir: Path | str | None) -> tuple[str, Path]:
+    """The set to read and the data directory. `cifar10_jpeg` replaces a missing `cifar10` if it is there."""
     if name not in DATASET_NAMES:
         raise UnknownNameError("data set", name, DATASET_NAMES)
+    directory = data_directory(data_dir)
+    if name == "cifar10" and not (directory / name / CIFAR10_FILE.name).exists():
+        name = name if find_image_folder(directory / "cifar10_jpeg", JPEG_STEM) is None else "cifar10_jpeg"
+    return name, directory
 
 
-def _stand_in(name: str, directory: Path) -> str:
-    """`cifar10_jpeg` where `cifar10` is asked for, missing, and that copy is there."""
-    if name != "cifar10" or (directory / name / CIFAR10_FILE.name).exists():
-        return name
-    return name if find_image_folder(directory / "cifar10_jpeg", JPEG_STEM) is None else "cifar10_jpeg"
+def _check_sizes(name: str, available: int, validation_size: int, train_size: int | None) -> None:
+    if validation_size + (train_size or 1) > available:
+        raise DataError(
+            f"{name}: asked for {validation_size} samples for validation and {train_size or 'some'} for training "
+            f"out of {available}; ask for fewer"
+        )
 
 
 @lru_cache(maxsize=LOADED_SETS)
 def _load_images(
-    name: str,
-    directory: Path,
-    validation_size: int,
-    train_size: int | None,
-    test_size: int | None,
-    resolution: int | None,
+    name: str, folder: Path, validation_size: int, train_size: int | None, resolution: int | None
 ) -> ImageData:
-    arrays = _IMAGE_SOURCES[name].read(directory)
+    arrays = _IMAGE_SOURCES[name].read(folder)
     available = len(arrays.train.labels)
-    if validation_size + (train_size or 1) > available:
-        raise DataError(
-            f"{name}: asked for {validation_size} validation images and {train_size or 'some'} for training "
-            f"out of {available}; ask for fewer"
-        )
-    # Validation first and alone, so that it stays the same whatever is asked for training.
+    _check_sizes(name, available, validation_size, train_size)
+    # Validation first and alone, so that it does not depend on the size of the training part.
     validation, rest = stratified_split(arrays.train.labels, (validation_size, available - validation_size))
     if train_size is not None:
         (chosen,) = stratified_split(arrays.train.labels[rest], (train_size,))
         rest = rest[chosen]
-    everything = np.arange(len(arrays.test.labels))
-    test = everything if test_size is None else stratified_split(arrays.test.labels, (test_size,))[0]
     train = _image_part(arrays.train, rest, resolution)
-    mean, std = channel_statistics(train.images.numpy())
-    return ImageData(
-        name=name,
-        train=train,
-        validation=_image_part(arrays.train, validation, resolution),
-        test=_image_part(arrays.test, test, resolution),
-        classes=arrays.classes,
-        mean=mean,
-        std=std,
-    )
+    test = _image_part(arrays.test, np.arange(len(arrays.test.labels)), resolution)
+    mean, std = channel_statistics(train.images)
+    return ImageData(name, train, _image_part(arrays.train, validation, resolution), test, arrays.classes, mean, std)
 
 
 def _image_part(samples: LabelledImages, indices: NDArray[np.int64], resolution: int | None) -> ImagePart:
@@ -217,25 +184,20 @@ def _image_part(samples: LabelledImages, indices: NDArray[np.int64], resolution:
 
 
 @lru_cache(maxsize=LOADED_SETS)
-def _load_text(
-    name: str, directory: Path, validation_size: int, train_size: int | None, test_size: int | None
-) -> TextData:
-    ids, vocabulary = read_text(locate(TINYSHAKESPEARE_FILE, directory / name))
-    # The test text is always the same stretch, of which a smaller size takes the beginning: otherwise one run's
-    # validation text would be another's test text.
-    parts = split_text(ids, validation_size=validation_size)
-    cut = []
-    for part, available, size in (("training", parts.train, train_size), ("test", parts.test, test_size)):
-        if size is not None and size > len(available):
-            raise DataError(f"{name}: asked for {size} {part} characters out of {len(available)}; ask for fewer")
-        cut.append(torch.from_numpy(available[:size].astype(np.int64)))
-    return TextData(name, cut[0], torch.from_numpy(parts.validation.astype(np.int64)), cut[1], vocabulary)
+def _load_text(name: str, folder: Path, validation_size: int, train_size: int | None) -> TextData:
+    ids, vocabulary = read_text(locate(TINYSHAKESPEARE_FILE, folder))
+    # Contiguous, as neighbouring characters say a lot about each other. The test text is always the same: otherwise
+    # the validation text of one run would be the test text of another.
+    available = len(ids) - TEST_CHARACTERS
+    _check_sizes(name, available, validation_size, train_size)
+    parts = np.split(ids.astype(np.int64), [available - validation_size, available])
+    train, validation, test = map(torch.from_numpy, parts)
+    return TextData(name, train[:train_size], validation, test, vocabulary)
 
 
 @lru_cache(maxsize=LOADED_SETS)
 def data_digest(data: ImageData | TextData) -> str:
-    """Of all samples: a set of the same name may be another copy. Loaded sets are compared by identity, so each is read
-    through once (0.3 s for CIFAR-10)."""
+    """Digest of all samples: sets of one name may be different copies. Takes 0.3 s for CIFAR-10, once per set."""
     digest = hashlib.sha256()
     for part in (data.train, data.validation, data.test):
         for tensor in part if isinstance(part, ImagePart) else (part,):

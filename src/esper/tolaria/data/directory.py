@@ -1,10 +1,10 @@
-"""The data directory: where the sets lie, and how a missing file gets there.
+"""The data directory: where the sets lie, how missing files are fetched, and how archives are read.
 
     data directory        given > ESPER_DATA > the user's cache
-    └── fashion_mnist/    one folder a set
+    └── fashion_mnist/    one folder per set
         └── *.gz          the original files, checked against their published checksums
 
-A file arrives under its name whole and verified, or not at all.
+A file appears under its name complete and verified, or not at all.
 """
 
 import gzip
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal, cast
 
@@ -42,33 +42,23 @@ class RemoteFile:
 
 
 def user_cache() -> Path:
-    """The folder for data in the user's cache; it need not exist yet."""
+    """The folder for data in the user's cache. It need not exist yet."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        # The XDG specification has a relative path ignored.
-        root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    except RuntimeError as error:
-        raise DataError(f"no cache for data: {error}; set XDG_CACHE_HOME to an absolute path") from error
+    # The XDG specification says to ignore a relative path.
+    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
     return root / "esper" / "data"
 
 
 def data_directory(given: Path | str | None = None) -> Path:
-    """The absolute data directory: what is given, else ESPER_DATA, else the user's cache. It need not exist yet."""
+    """The absolute data directory: the given one, else ESPER_DATA, else the user's cache. It need not exist yet."""
     chosen = given or os.environ.get("ESPER_DATA") or user_cache()
     return Path(chosen).expanduser().resolve()
 
 
-def is_writable(folder: Path) -> bool:
-    """Whether files may be put in `folder`; a folder without a write bit is left alone even by root."""
-    return folder.is_dir() and bool(folder.stat().st_mode & 0o222) and os.access(folder, os.W_OK)
-
-
 def prepare_folder(folder: Path) -> bool:
-    """Make `folder` where that is allowed; whether files may be put in it."""
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    if not is_writable(existing):
+    """Make `folder` if allowed; returns whether files may be written there. Respects a missing write bit as root."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not existing.stat().st_mode & 0o222 or not os.access(existing, os.W_OK):
         return False
     folder.mkdir(parents=True, exist_ok=True)
     return True
@@ -76,7 +66,7 @@ def prepare_folder(folder: Path) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write `path` through a temporary file that takes its name when the block succeeds and vanishes when it fails."""
+    """Write to a temporary file, which is renamed to `path` if the block succeeds and removed if it fails."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -89,46 +79,36 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def checksum(path: Path, algorithm: Literal["md5", "sha256"]) -> str:
-    """Hexadecimal digest of a file; computed once a process for as long as the file stays the same."""
-    status = path.stat()
-    return _checksum(path, algorithm, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=256)
-def _checksum(path: Path, algorithm: Literal["md5", "sha256"], size: int, modified: int) -> str:
+    """Hexadecimal digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
 def locate(remote: RemoteFile, folder: Path) -> Path:
-    """The verified path of `remote` in `folder`, fetched first when it is missing."""
+    """The verified path of `remote` in `folder`. Fetches the file if it is missing."""
     path = folder / remote.name
     try:
         if not path.exists():
             return fetch(remote, folder)
         size = path.stat().st_size
         if size != remote.size:
-            found = f"{size} bytes instead of {remote.size}"
+            difference = f"{size} bytes instead of {remote.size}"
         elif (digest := checksum(path, remote.algorithm)) != remote.digest:
-            found = f"{remote.algorithm} {digest} instead of {remote.digest}"
+            difference = f"{remote.algorithm} {digest} instead of {remote.digest}"
         else:
             return path
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    # Never replaced by itself: it may be the user's only copy of something else.
-    raise DataError(f"{path} is not the published file: {found}; remove it to fetch it anew, or {_remedy(path)}")
+    # Never replaced automatically: it may be the user's only copy of something else.
+    raise DataError(f"{path} is not the published file: {difference}; remove it to fetch it again, or {_remedy(path)}")
 
 
 def fetch(remote: RemoteFile, folder: Path) -> Path:
     """Download `remote` into `folder` from the first address that delivers the right bytes."""
     path = folder / remote.name
-    wanted = f"{remote.name} ({remote.size} bytes, {remote.algorithm} {remote.digest}) is not at {path}"
-    try:
-        writable = prepare_folder(folder)
-    except OSError as error:
-        raise DataError(f"{wanted}, and its folder cannot be made: {error}; {_remedy(path)}") from error
-    if not writable:
-        raise DataError(f"{wanted}, and it cannot be fetched, as that folder is read-only; {_remedy(path)}")
+    missing = f"{remote.name} ({remote.size} bytes, {remote.algorithm} {remote.digest}) is not at {path}"
+    if not prepare_folder(folder):
+        raise DataError(f"{missing} and cannot be fetched: {folder} is read-only or no folder; {_remedy(path)}")
     failures = []
     for url in remote.urls:
         try:
@@ -137,12 +117,11 @@ def fetch(remote: RemoteFile, folder: Path) -> Path:
             return path
         except (OSError, ValueError) as error:
             failures.append(f"{url} ({error})")
-    tried = "; ".join(failures) or "nowhere, as no address is known"
-    raise DataError(f"{wanted}; tried to fetch it from {tried}; {_remedy(path)}")
+    raise DataError(f"{missing}; tried to fetch it from {'; '.join(failures)}; {_remedy(path)}")
 
 
 def _download(url: str, remote: RemoteFile, file: IO[bytes]) -> None:
-    """Copy what `url` delivers into `file`; ValueError or OSError unless it is exactly `remote`."""
+    """Copy the content of `url` into `file`; raises ValueError or OSError unless it is exactly `remote`."""
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
@@ -167,8 +146,8 @@ def _download(url: str, remote: RemoteFile, file: IO[bytes]) -> None:
     except HTTPException as error:
         raise OSError(f"broken answer: {error!r}") from error
     if size != remote.size:
-        found = f"more than {remote.size}" if size > remote.size else str(size)
-        raise ValueError(f"delivered {found} bytes instead of {remote.size}")
+        delivered = f"more than {remote.size}" if size > remote.size else str(size)
+        raise ValueError(f"delivered {delivered} bytes instead of {remote.size}")
     if digest.hexdigest() != remote.digest:
         raise ValueError(f"delivered {remote.algorithm} {digest.hexdigest()} instead of {remote.digest}")
 
@@ -183,69 +162,65 @@ SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 _DAMAGE = (EOFError, OSError, RuntimeError, ValueError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 
 
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """The content of a file, gunzipped if it is gzipped. gzip's reader notices truncation and checks the CRC."""
+    with path.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw  # it reads like any file
+
+
 def archive_files(path: Path, wanted: Callable[[str], bool], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Name and content of every file in the archive whose name is `wanted`, in archive order.
 
-    DataError for a truncated or damaged archive, a name that leads out of it, a link under a wanted name, a name that
-    comes twice, or a wanted file of more than `max_bytes`.
+    Raises DataError for a truncated or damaged archive and for names that lead out of it. A wanted file must be no
+    link, occur once, and have at most `max_bytes`.
     """
     read = _zip_files if path.name.endswith(".zip") else _tar_files
     seen: set[str] = set()
     try:
-        for name, content in read(path, wanted, max_bytes):
-            if name in seen:
+        for raw_name, size, content in read(path):
+            name = PurePosixPath(raw_name)  # without a leading './'
+            if name.is_absolute() or ".." in name.parts or "\\" in raw_name:
+                raise DataError(f"{path}: the name {raw_name!r} leads out of the archive; refusing all of it")
+            if not wanted(str(name)):
+                continue
+            if str(name) in seen:
                 raise DataError(f"{path}: holds {name} twice")
-            seen.add(name)
-            yield name, content
+            if size > max_bytes:
+                raise DataError(f"{path}: {name} has {size} bytes; at most {max_bytes} were expected")
+            seen.add(str(name))
+            if (data := content()) is None:
+                raise DataError(f"{path}: {name} is a link or a device, not a file")
+            yield str(name), data
     except DataError:
         raise
     except _DAMAGE as error:
         raise DataError(f"{path} is truncated or damaged: {error or type(error).__name__}") from error
 
 
-def _checked_name(path: Path, raw: str) -> str:
-    """The name without a leading './'."""
-    name = PurePosixPath(raw)
-    if name.is_absolute() or ".." in name.parts or "\\" in raw:
-        raise DataError(f"{path}: the name {raw!r} leads out of the archive; it is refused whole")
-    return str(name)
+Member = tuple[str, int, Callable[[], bytes | None]]
+"""Name, size in bytes, and how to read the content; None for what is no file."""
 
 
-def _check_size(path: Path, name: str, size: int, max_bytes: int) -> None:
-    if size > max_bytes:
-        raise DataError(f"{path}: {name} has {size} bytes; at most {max_bytes} were expected")
+def _tar_files(path: Path) -> Iterator[Member]:
+    with open_unpacked(path) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        while member := tar.next():
+            tar.members = []  # type: ignore[attr-defined]  # else tarfile stores every header it has seen
+            if not member.isdir():
+                file = tar.extractfile(member) if member.isreg() else None
+                yield member.name, member.size, file.read if file else lambda: None
+        # tarfile takes a broken header for the end; the true end is a block of zeros.
+        stream.seek(tar.offset)
+        if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no end of archive at byte {tar.offset}")
+        while stream.read(CHUNK_BYTES):
+            pass  # to the end, where gzip checks the CRC
 
 
-def _tar_files(path: Path, wanted: Callable[[str], bool], max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as raw:
-        packed = raw.read(2) == b"\x1f\x8b"
-        raw.seek(0)
-        # gzip's own reader notices truncation and checks the CRC, which tarfile's does not; it reads like any file.
-        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            while member := tar.next():
-                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps every header it has seen
-                name = _checked_name(path, member.name)
-                if member.isdir() or not wanted(name):
-                    continue
-                content = tar.extractfile(member) if member.isreg() else None
-                if content is None:
-                    raise DataError(f"{path}: {name} is a link or a device, not a file")
-                _check_size(path, name, member.size, max_bytes)
-                yield name, content.read()
-            # tarfile takes a broken header for the end; the true end is a block of zeros.
-            stream.seek(tar.offset)
-            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise DataError(f"{path} is truncated or damaged: no end of archive at byte {tar.offset}")
-            while stream.read(1 << 20):
-                pass  # to the end, where gzip checks the CRC
-
-
-def _zip_files(path: Path, wanted: Callable[[str], bool], max_bytes: int) -> Iterator[tuple[str, bytes]]:
+def _zip_files(path: Path) -> Iterator[Member]:
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
-            name = _checked_name(path, member.filename)
-            if member.is_dir() or not wanted(name):
-                continue
-            _check_size(path, name, member.file_size, max_bytes)
-            yield name, archive.read(member)
+            if not member.is_dir():
+                yield member.filename, member.file_size, partial(archive.read, member)

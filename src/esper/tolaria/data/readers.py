@@ -1,20 +1,20 @@
 """Readers of small formats: IDX files, text, and the digits of scikit-learn."""
 
-import gzip
 import math
 import zlib
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.errors import BadValueError, DataError
+from esper.leyline.errors import DataError
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, check_image_arrays, stratified_split
-from esper.tolaria.data.directory import RemoteFile, locate
+from esper.tolaria.data.directory import RemoteFile, locate, open_unpacked
 
+DIGITS_TEST_SIZE = 397
 UINT8_CODE = 0x08
-MAX_BYTES = 1 << 30  # a damaged header must not ask for all the memory; MNIST's largest file has 47 MB
+MAX_BYTES = 1 << 30  # so that a damaged header cannot use up the memory; MNIST's largest file has 47 MB
 
 _MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -46,36 +46,22 @@ FASHION_MNIST_FILES = (
 
 MNIST_CLASSES = tuple("0123456789")
 FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
+    *["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag"],
     "Ankle boot",
 )
 
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """The values of an idx file of bytes, packed with gzip or not, with exactly that many dimensions; read-only."""
+    """The values of an idx file of bytes with exactly that number of dimensions, gzipped or not; read-only."""
     try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            if not packed:
-                return _parse(raw, path, dimensions)
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                return _parse(cast(IO[bytes], unpacked), path, dimensions)
+        with open_unpacked(path) as file:
+            return _parse_idx(file, path, dimensions)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} is truncated or damaged: {error}") from error
 
 
-def _parse(file: IO[bytes], path: Path, dimensions: int) -> NDArray[np.uint8]:
-    magic = file.read(4)
-    expected = bytes((0, 0, UINT8_CODE, dimensions))
+def _parse_idx(file: IO[bytes], path: Path, dimensions: int) -> NDArray[np.uint8]:
+    expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), file.read(4)
     if magic != expected:
         raise DataError(
             f"{path}: expected an idx file of bytes with {dimensions} dimension(s), "
@@ -88,28 +74,19 @@ def _parse(file: IO[bytes], path: Path, dimensions: int) -> NDArray[np.uint8]:
     size = math.prod(shape)
     if size > MAX_BYTES:
         raise DataError(f"{path}: expected at most {MAX_BYTES} values; the header announces {shape}")
-    values = file.read(size)
+    values = file.read(size + 1)  # one more, to see the end: there gzip checks its CRC
     if len(values) != size:
-        raise DataError(f"{path}: expected {size} values for {shape}; found {len(values)}")
-    if file.read(1):  # reading on to the end also has gzip check its CRC
-        raise DataError(f"{path}: expected {size} values for {shape}; found more")
+        raise DataError(f"{path}: expected {size} values for {shape}; found {'more' if values[size:] else len(values)}")
     return np.frombuffer(values, np.uint8).reshape(shape)
 
 
-def read_labelled(images: Path, labels: Path) -> LabelledImages:
-    """Images (N, 1, H, W) from an idx file of three dimensions, with their labels from one of one."""
-    pixels = read_idx(images, dimensions=3)[:, np.newaxis]
-    targets = read_idx(labels, dimensions=1).astype(np.int64)
-    if len(pixels) != len(targets):
-        raise DataError(f"{images} holds {len(pixels)} images but {labels} holds {len(targets)} labels")
-    return LabelledImages(pixels, targets)
-
-
 def read_idx_set(folder: Path, files: tuple[RemoteFile, ...], classes: tuple[str, ...]) -> ImageArrays:
-    """A set of the MNIST family from its four files in `folder`, which are fetched when missing."""
-    train_images, train_labels, test_images, test_labels = (locate(file, folder) for file in files)
-    train = read_labelled(train_images, train_labels)
-    test = read_labelled(test_images, test_labels)
+    """A set of the MNIST family from its four files in `folder`. Fetches them if they are missing."""
+    paths = [locate(file, folder) for file in files]
+    train, test = (
+        LabelledImages(read_idx(images, dimensions=3)[:, np.newaxis], read_idx(labels, dimensions=1).astype(np.int64))
+        for images, labels in (paths[:2], paths[2:])
+    )
     return check_image_arrays(ImageArrays(train, test, classes), folder)
 
 
@@ -120,27 +97,10 @@ TINYSHAKESPEARE_FILE = RemoteFile(
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
 )
-HELD_OUT_CHARACTERS = 100_000
-"""Length of the validation text and of the test text, unless told otherwise."""
 
 
-class CharacterText(NamedTuple):
-    """Character ids (N,) and the sorted characters that they index."""
-
-    ids: NDArray[np.uint8]
-    vocabulary: tuple[str, ...]
-
-
-class TextParts(NamedTuple):
-    """Ids (N,) of three stretches of one text, in this order."""
-
-    train: NDArray[np.uint8]
-    validation: NDArray[np.uint8]
-    test: NDArray[np.uint8]
-
-
-def read_text(path: Path) -> CharacterText:
-    """A UTF-8 text of at most 256 distinct characters."""
+def read_text(path: Path) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Character ids (N,) of a UTF-8 text of at most 256 distinct characters, and the sorted characters."""
     try:
         text = path.read_bytes().decode("utf-8")  # bytes, since a text file would have its line ends translated
     except (OSError, UnicodeDecodeError) as error:
@@ -150,46 +110,20 @@ def read_text(path: Path) -> CharacterText:
     code_points, ids = np.unique(np.frombuffer(text.encode("utf-32-le"), "<u4"), return_inverse=True)
     if len(code_points) > 256:
         raise DataError(f"{path}: expected at most 256 distinct characters; found {len(code_points)}")
-    return CharacterText(ids.astype(np.uint8), tuple(chr(point) for point in code_points))
-
-
-def split_text(
-    ids: NDArray[np.uint8],
-    *,
-    validation_size: int = HELD_OUT_CHARACTERS,
-    test_size: int = HELD_OUT_CHARACTERS,
-) -> TextParts:
-    """Cut a text into contiguous parts: the beginning for training, then validation, and the end for the test.
-
-    Not drawn at random: neighbouring characters tell a lot about each other, so mixed parts would leak.
-    """
-    if validation_size < 0 or test_size < 0:
-        raise BadValueError(f"sizes must not be negative; given {validation_size} and {test_size}")
-    train_size = len(ids) - validation_size - test_size
-    if train_size < 1:
-        raise DataError(
-            f"a text of {len(ids)} characters leaves nothing to train on after {validation_size} for validation "
-            f"and {test_size} for the test; ask for fewer"
-        )
-    train, validation, test = np.split(ids, [train_size, train_size + validation_size])
-    return TextParts(train, validation, test)
-
-
-HIGHEST_VALUE = 16
-TEST_SIZE = 397
+    return ids.astype(np.uint8), tuple(map(chr, code_points))
 
 
 def read_digits() -> ImageArrays:
-    """The digits as images (N, 1, 8, 8) with values 0..16 stretched to 0..255; 1,400 for training, 397 for the test.
+    """The digits as images (N, 1, 8, 8), values 0..16 scaled to 0..255; 1,400 for training, 397 for the test.
 
-    The package publishes one set; its test part is drawn here, by the seeded rule of `stratified_split`.
+    scikit-learn has one set; `stratified_split` draws the test part from it.
     """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     values = np.asarray(bunch.images, np.float64)[:, np.newaxis]  # (N, 1, 8, 8)
     labels = np.asarray(bunch.target, np.int64)
-    everything = LabelledImages(np.rint(values * 255 / HIGHEST_VALUE).astype(np.uint8), labels)
-    train, test = stratified_split(labels, (len(labels) - TEST_SIZE, TEST_SIZE))
+    everything = LabelledImages(np.rint(values * 255 / 16).astype(np.uint8), labels)
+    train, test = stratified_split(labels, (len(labels) - DIGITS_TEST_SIZE, DIGITS_TEST_SIZE))
     classes = tuple(str(name) for name in bunch.target_names)
     return check_image_arrays(ImageArrays(everything.take(train), everything.take(test), classes), "digits")

@@ -1,4 +1,4 @@
-"""Runs that are joined into one policy: different training seeds of one configuration."""
+"""Policy specs, and runs that are joined into one policy: different training seeds of one configuration."""
 
 import json
 import shutil
@@ -11,8 +11,14 @@ from simic.training.tiny import QUICK, quick_config
 from esper.cli import main
 from esper.leyline import BadValueError
 from esper.simic.evaluation.comparison import run_comparisons
-from esper.simic.evaluation.policies import check_same_recipe, unfinished
-from esper.simic.evaluation.workers import EvaluationConfig, check_specs, learned_runs
+from esper.simic.evaluation.policies import (
+    EvaluationConfig,
+    PolicySpec,
+    check_same_recipe,
+    check_specs,
+    learned_runs,
+    unfinished,
+)
 from esper.simic.telemetry import AlarmLimits
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.run_folder import RunFolder
@@ -35,6 +41,24 @@ def train(name: str, **changes: object) -> str:
     """A run of one round."""
     Trainer(quick_config(1, **changes), Path(name)).run(progress=False)
     return name
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("wait", PolicySpec("wait", "wait")),
+        ("heuristic", PolicySpec("heuristic", "heuristic")),
+        ("heuristic:a/b.json", PolicySpec("heuristic:a/b.json", "heuristic", file="a/b.json")),
+        ("schedule", PolicySpec("schedule", "schedule", file="shipped")),
+        ("runs/a+b", PolicySpec("runs/a+b", "learned", runs=("runs/a", "b"))),
+        ("static:a", PolicySpec("static:a", "static", base=PolicySpec("a", "learned", runs=("a",)))),
+    ],
+)
+def test_parsed_specs(text: str, spec: PolicySpec) -> None:
+    """By hand; and each training seed is a spec of its own."""
+    assert PolicySpec.parse(text) == spec
+    members = ["runs/a", "b"] if "+" in text else [text]
+    assert spec.members == [PolicySpec.parse(member) for member in members]
 
 
 def test_one_folder_is_one_training_seed() -> None:
@@ -97,8 +121,9 @@ def test_an_evaluation_refuses_before_anything_runs(capsys: pytest.CaptureFixtur
     train("a", seed=0)
     train("b", seed=1)
     config = EvaluationConfig(QUICK, 2, 7)
-    check_specs(["a+b", "a", "retrained:a+b", "static:a+b"], config)
-    assert learned_runs(["a+b", "./a", "retrained:a+b", "wait"]) == [Path("a"), Path("b")]
+    check_specs([PolicySpec.parse(text) for text in ("a+b", "a", "retrained:a+b", "static:a+b")], config)
+    specs = [PolicySpec.parse(text) for text in ("a+b", "./a", "retrained:a+b", "wait")]
+    assert learned_runs(specs) == [Path("a"), Path("b")]
     for policies in ("a+a/+a+a+a,wait", "a+a,retrained:a+a", "wait,a+a,static:a+a"):
         with pytest.raises(SystemExit) as stopped:
             main(["evaluate", "--task", QUICK, "--hosts", "2", "--final", "--policies", policies])
@@ -111,10 +136,10 @@ def test_an_unfinished_run_is_warned_of() -> None:
     """By its own name, with both numbers, on the screen and in the JSON."""
     train("a", seed=0)
     trainer = Trainer(quick_config(3, seed=1), Path("b"))
-    with trainer.folder, trainer.hub:
+    with trainer.folder, trainer.recorder.hub:
         trainer.run_round()
     found = run_comparisons([QUICK], ["a", "b", "static:b"], EvaluationConfig(QUICK, 2, 7), progress=False)
     (warning,) = found.warnings
-    assert warning.startswith("b has 1 of its 3 rounds behind it")
+    assert warning.startswith("b has completed 1 of its 3 rounds")
     assert json.loads(json.dumps(found.to_json()))["warnings"] == [warning]
     assert unfinished([Path("a")]) == []

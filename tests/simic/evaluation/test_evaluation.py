@@ -13,13 +13,13 @@ import torch
 from esper.cli import main
 from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, EsperError, UnknownNameError
-from esper.simic.evaluation import workers as jobs
-from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparison, run_comparisons
+from esper.simic.evaluation import workers
+from esper.simic.evaluation.arena import Arena
+from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparisons
 from esper.simic.evaluation.final_log import sign_final
+from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.unseen import host_seeds
-from esper.simic.evaluation.workers import Contender, EvaluationConfig, collect, job_runner, make_jobs
-from esper.simic.evaluation.yardsticks import OracleHost
+from esper.simic.evaluation.workers import call_in_worker, host_seeds, make_jobs, run_contenders, run_job
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policies import Plan
@@ -61,13 +61,17 @@ def compare(specs: list[str], task: str = NAME, hosts: int = 2, **changes: objec
     return run_comparisons(names, specs, config, progress=False)
 
 
+def contender(config: EvaluationConfig, spec: str, *, greedy: bool = False, base: Result | None = None) -> Contender:
+    return Contender(config, PolicySpec.parse(spec), greedy, base)
+
+
 # -- columns ----------------------------------------------------------------------------------------------------------
 
 
 def test_columns_of_one_policy() -> None:
     """The objective is gain minus rent, at ρ = 2, 1 and 4; the cost is the sum over passes; all is in the JSON."""
     task = get_task(NAME)
-    found = run_comparison(NAME, ["random-commit", "wait"], 5, 7, progress=False)
+    found = compare(["random-commit", "wait"], hosts=5).tasks[NAME]
     (result,) = found.policies["random-commit"]
     assert any(result.added_params), "something was committed"
     for host in range(5):
@@ -102,7 +106,7 @@ def test_several_training_seeds_are_merged(runs: str) -> None:
     assert [seed["commits"] for seed in figures["by_seed"]] == [[[], ["r1c0/depthwise"]], [[], []]]
     assert [seed["control_accuracy"] for seed in figures["by_seed"]] == [[49.0, 48.0], [47.0, 48.0]]
     assert len(found.policies[runs]) == 2
-    (one,) = found.compared
+    (one,) = found.claims
     assert (one.policy, one.against, one.difference.seeds, one.enough_seeds) == (runs, "wait", 2, False)
 
 
@@ -130,7 +134,7 @@ def test_controls_follow_the_policy_they_name(runs: str) -> None:
     assert [result.fossils for result in again] == [result.fossils for result in grown]
     assert [result.control_accuracy for result in again] == [result.control_accuracy for result in grown]
     assert len(found.policies["static:random-commit"]) == 1
-    assert [entry.against for entry in found.compared] == [
+    assert [claim.against for claim in found.claims] == [
         "random-commit", f"retrained:{runs}", "static:random-commit",
     ]  # fmt: skip
 
@@ -139,14 +143,14 @@ def test_the_oracle_is_what_others_are_a_share_of(monkeypatch: pytest.MonkeyPatc
     """Its hosts are those of the evaluation; its numbers go through unchanged."""
     asked = []
 
-    def oracle(task: object, seeds: list[int], *_: object, **__: object) -> list[OracleHost]:
+    def oracle(arena: object, seeds: list[int]) -> tuple[Result, list[Plan]]:
         asked.append(list(seeds))
-        best = OracleHost(Plan(), 3.0, 44.0, 40.0, 390, ["r1c0/depthwise"], 9.0)
-        return [best, replace(best, accuracy=40.0, added_params=0, commits=[])]
+        fossils = [[Fossil("r1c0", "depthwise")], []]
+        return Result.scored(390, [44.0, 40.0], [40.0, 40.0], [390, 0], fossils), [Plan(), Plan()]
 
-    monkeypatch.setattr(jobs, "run_oracle", oracle)
+    monkeypatch.setattr(workers, "run_oracle", oracle)
     found = compare(["random-commit", "oracle"]).tasks[NAME]
-    assert asked == [host_seeds(2, 7)]
+    assert asked == [host_seeds(EvaluationConfig(NAME, 2, 7))]
     (result,) = found.policies["oracle"]
     assert result.objective == pytest.approx([4.0 - 2.0, 0.0]), "390 parameters double the host"
     assert result.commits == [["r1c0/depthwise"], []]
@@ -168,7 +172,7 @@ def test_several_tasks_and_their_mean() -> None:
     objectives = [found.tasks[task].policies["random-commit"][0].objective for task in (NAME, VARIED)]
     mean = sum(sum(row) / 3 for row in objectives) / 2
     assert found.objectives()["random-commit"] == pytest.approx([mean])
-    assert found.compared[0].difference.mean == pytest.approx(mean)
+    assert found.claims[0].difference.mean == pytest.approx(mean)
     content = found.to_json()
     assert list(content["tasks"]) == [NAME, VARIED]
     assert content["mean"]["policies"]["random-commit"]["by_seed"] == pytest.approx([mean])
@@ -182,7 +186,7 @@ def test_the_kind_of_a_host_is_what_is_wrong_with_it() -> None:
     """As `make_host` builds it: kernels that see shapes or not, a first slot that conducts or not."""
     task = get_task("digits_varied")
     seen = set()
-    for seed in host_seeds(24, 7):
+    for seed in host_seeds(EvaluationConfig("digits_varied", 24, 7)):
         host = task.make_host(seed)
         assert isinstance(host, CNNHost)
         mask = host.segments[0].conv.mask  # type: ignore[union-attr]  # a convolution
@@ -205,7 +209,7 @@ def test_the_right_slot_is_where_gains_were_measured() -> None:
 def test_figures_by_kind() -> None:
     """By hand: two seeds on one blind host each; a sound one that grew 10 % and got nothing for it."""
     task = get_task("digits_varied")
-    seeds = host_seeds(24, 7)
+    seeds = host_seeds(EvaluationConfig("digits_varied", 24, 7))
     blind = next(seed for seed in seeds if task.defect_of(seed) == "blind")
     sound = next(seed for seed in seeds if task.defect_of(seed) == "none")
     first, second = Fossil("r1c0", "depthwise"), Fossil("r1c1", "depthwise")
@@ -254,10 +258,10 @@ def test_a_final_evaluation_is_signed_and_a_second_one_warned_of(runs: str) -> N
 def test_signed_before_anything_runs(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a fleet exists; and a folder that cannot be signed stops all, signing none."""
 
-    def stop(self: EvaluationConfig) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise EsperError("test images are about to be read")
 
-    monkeypatch.setattr(EvaluationConfig, "open", stop)
+    monkeypatch.setattr(Arena, "__init__", stop)
     with pytest.raises(EsperError, match="about to be read"):
         compare([runs], final=True)
     assert len(signatures("a")) == 1
@@ -284,28 +288,25 @@ def test_the_count_of_signatures_is_told(tmp_path: Path) -> None:
 def test_a_job_travels(runs: str) -> None:
     """To another process and back: plain values, and the same result there as here."""
     config = EvaluationConfig(NAME, 2, 7)
-    contenders = [Contender(config, "a"), Contender(config, "random-commit")]
-    with job_runner(1) as run:
-        here = run(contenders)
-    sent = [pickle.loads(pickle.dumps(job)) for job in make_jobs(contenders)]
-    there = [pickle.loads(pickle.dumps(jobs.run_in_worker(job))) for job in sent]
-    assert collect(contenders, there) == here
-    (job,) = make_jobs([Contender(config, "nonsense")])
-    with pytest.raises(BadValueError, match="nonsense: unknown policy"):
-        jobs.run_in_worker(job)
+    contenders = [contender(config, "a"), contender(config, "random-commit")]
+    sent = [pickle.loads(pickle.dumps(job)) for job in make_jobs(dict(enumerate(contenders)))]
+    (there,) = [pickle.loads(pickle.dumps(call_in_worker(run_job, job))) for job in sent]
+    assert there == run_contenders(contenders)
+    (job,) = make_jobs({0: contender(config, "nonsense")})
+    with pytest.raises(BadValueError, match="unknown policy 'nonsense'"):
+        call_in_worker(run_job, job)
 
 
 def test_policies_side_by_side_find_what_each_finds_alone(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, cost and fossils included: what a policy sees, remembers and draws is its own envs' alone."""
     config = EvaluationConfig(NAME, 5, 7)
-    contenders = [Contender(config, spec) for spec in ("random-commit", "a", "heuristic", "b")]
-    contenders.append(Contender(config, "a", greedy=True))
-    with job_runner(1) as run:
-        together = run(contenders)
-        alone = [run([one])[0] for one in contenders]
-        monkeypatch.setattr(jobs, "MOST_POLICIES", 2)
-        monkeypatch.setattr(jobs, "AT_ONCE", 6)
-        in_parts = run(contenders)
+    contenders = [contender(config, spec) for spec in ("random-commit", "a", "heuristic", "b")]
+    contenders.append(contender(config, "a", greedy=True))
+    together = run_contenders(contenders)
+    alone = [run_contenders([one])[0] for one in contenders]
+    monkeypatch.setattr(workers, "MOST_POLICIES", 2)
+    monkeypatch.setattr(workers, "AT_ONCE", 6)
+    in_parts = run_contenders(contenders)
     assert together == alone == in_parts
     assert len({tuple(result.cost) for result in alone}) > 3, "they do different things"
 
@@ -314,27 +315,27 @@ def test_jobs_cover_every_contender_on_every_host_once() -> None:
     """Policies share jobs, fifteen at most, so that a fleet holds several hosts; the oracle has few hosts per job."""
     configs = [EvaluationConfig(name, 40, 7) for name in (NAME, VARIED)]
     base = Result([0.0], [0.0], [0.0], [0], [[]])
-    contenders = [Contender(config, f"r{number}") for config in configs for number in range(17)]
-    contenders += [Contender(configs[0], "oracle"), Contender(configs[1], "static:r0", base=base)]
-    made = make_jobs(contenders)
-    covered = [(place, host) for job in made for place in job.places for host in job.hosts]
-    assert sorted(covered) == [(place, host) for place in range(len(contenders)) for host in range(40)]
+    contenders = [contender(config, f"r{number}") for config in configs for number in range(17)]
+    contenders += [contender(configs[0], "oracle"), contender(configs[1], "static:r0", base=base)]
+    made = make_jobs(dict(enumerate(contenders)))
+    covered = [(index, host) for job in made for index in job.indices for host in job.hosts]
+    assert sorted(covered) == [(index, host) for index in range(len(contenders)) for host in range(40)]
     for job in made:
-        assert job.contenders == tuple(contenders[place] for place in job.places)
+        assert job.contenders == tuple(contenders[index] for index in job.indices)
         assert len({one.config for one in job.contenders}) == 1
-        assert len(job.hosts) * (len(job.places) + 1) <= 64 or len(job.places) == 1
+        assert len(job.hosts) * (len(job.indices) + 1) <= 64 or len(job.indices) == 1
         assert all(one.acts for one in job.contenders) or len(job.contenders) == 1
-    assert {len(job.places) for job in made} == {9, 8, 1}
-    assert [len(job.hosts) for job in made if job.contenders[0].spec == "oracle"] == [14, 14, 12]
+    assert {len(job.indices) for job in made} == {9, 8, 1}
+    assert [len(job.hosts) for job in made if job.contenders[0].spec.kind == "oracle"] == [14, 14, 12]
 
 
 @pytest.mark.slow
 def test_workers_find_what_one_process_finds(tmp_path: Path) -> None:
     """Real processes, on a real task: they know no other."""
-    files = [tmp_path / f"{workers}.json" for workers in (1, 2)]
-    for workers, file in enumerate(files, 1):
+    files = [tmp_path / f"{number}.json" for number in (1, 2)]
+    for number, file in enumerate(files, 1):
         policies = "random-commit,wait,static:random-commit"
-        main(["evaluate", "--task", "digits_blind", "--policies", policies, "--hosts", "2", "--workers", str(workers),
+        main(["evaluate", "--task", "digits_blind", "--policies", policies, "--hosts", "2", "--workers", str(number),
               "--json", str(file)])  # fmt: skip
     one, two = (json.loads(file.read_text()) for file in files)
     assert one["policies"] == two["policies"]
@@ -380,10 +381,11 @@ def test_the_command_writes_tables_json_and_picture(
         (["--task", f"{NAME},nonsense"], "unknown task 'nonsense'"),
         (["--task", f"{NAME},{NAME}"], "must be different ones"),
         (["--policies", "wait,nonsense"], "unknown policy 'nonsense'"),
-        (["--policies", "wait,wait"], "policy 'wait' is there twice"),
+        (["--policies", "wait,wait"], "policy 'wait' is listed twice"),
         (["--policies", ""], "policy '' has an empty name; allowed: wait"),
         (["--policies", "wait,"], "policy '' has an empty name"),
-        (["--policies", "+,wait"], "policy '' has an empty name"),
+        (["--policies", "+,wait"], "policy '+' has an empty name"),
+        (["--policies", "wait:late"], "wait takes no file; omit ':late'"),
         (["--policies", "wait,static:random"], "'random' must be another policy of the list"),
         (["--policies", "wait,static:wait,static:static:wait"], "no control"),
         (["--policies", "oracle,static:oracle"], "not the oracle"),

@@ -9,8 +9,9 @@ from simic.training.tiny import make_runner, tiny_task
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.leyline import SeedStage
+from esper.simic.evaluation.arena import PolicyPlayer
 from esper.simic.evaluation.costs import PASSES, CostMeter, Structure
-from esper.simic.evaluation.unseen import run_policy
+from esper.simic.training.episode import play_episode
 from esper.tamiyo.policies import WaitPolicy
 from esper.tolaria import HostFleet
 
@@ -34,14 +35,17 @@ def structure(**stages: SeedStage) -> Structure:
 
 def meter() -> CostMeter:
     found = CostMeter(HostFleet(tiny_task(), 2))
-    found.begin(1)
+    found.begin([0])
     return found
 
 
 def test_waiting_costs_the_training_and_what_is_looked_at() -> None:
     """Once the plain training; thirteen validations and the last score, each with its calibration; twelve probes."""
     runner = make_runner(groups=1, members=2)
-    found = run_policy(runner, WaitPolicy(runner.table), [5], torch.zeros(STEPS, 2, 3)).work
+    account = CostMeter(runner.fleet)
+    player = PolicyPlayer(runner, WaitPolicy(runner.table), [5], torch.zeros(STEPS, 2, 3), account)
+    play_episode(runner, player.act, player.on_step)
+    found = account.cost()
     assert set(found) == set(PASSES)
     assert found["training"] == pytest.approx([1.0, 1.0])
     assert found["shadow"] == found["ablation"] == [0.0, 0.0]
@@ -77,7 +81,7 @@ def test_hardened_hosts_have_their_fossils_alone() -> None:
 def test_straight_through_has_no_shadow_row() -> None:
     """Such a seed costs its own work on the main row."""
     account = CostMeter(HostFleet(tiny_task(), 2, isolation="straight_through"))
-    account.begin(1)
+    account.begin([0])
     account.train(structure(r1c0=SeedStage.TRAINING))
     assert account.cost()["shadow"] == pytest.approx([IMAGES * 3 * FIRST / UNIT])
 
@@ -94,7 +98,7 @@ def test_what_is_charged_is_what_the_fleet_does() -> None:
     ):
         with FlopCounterMode(display=False) as counter:
             work()
-        account.begin(2)
+        account.begin([0, 1])
         charge(bare)
         charged = sum(sum(account.cost()[name]) for name in passes) * UNIT
         assert counter.get_total_flops() / 2 == pytest.approx(charged)
@@ -104,7 +108,7 @@ def test_a_slot_before_the_pool_lies_behind_its_convolution() -> None:
     """Its rows do not go through that one again."""
     task = replace(tiny_task(), slot_ids=("r0c0",))
     account = CostMeter(HostFleet(task, 2))
-    account.begin(1)
+    account.begin([0])
     depthwise = task.slot_config.blueprint_names.index("depthwise")
     account.measure(Structure(np.array([[float(SeedStage.TRAINING)]]), np.array([[float(depthwise)]])))
     row = 4 * 9 * 64 + 16 * 64 + sum(CONVOLUTIONS[1:]) + LINEAR

@@ -10,10 +10,11 @@ from torch import nn
 
 from esper.kasmina import CNNHost, GPTHost, GrowingOptimizer, Host
 from esper.leyline import BadValueError, SeedStage, head_preset
-from esper.simic.evaluation import yardsticks as controls
+from esper.simic.evaluation import yardsticks
+from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.unseen import EvaluationHosts
 from esper.simic.evaluation.yardsticks import install, retrain, static_hosts, train_static
+from esper.simic.training.hosts import Groups, host_seed
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria.engine import HostTrainer, make_optimizer
 
@@ -23,22 +24,25 @@ def varied() -> Task:
     return replace(get_task("digits_varied"), steps=4, batches_per_step=2, batch=16, calibration_size=64)
 
 
-def grown(unseen: EvaluationHosts, fossils: list[list[Fossil]]) -> Result:
-    """A policy that ended with these, beside controls as they are."""
-    runner, _ = unseen.open()
-    fleet = runner.fleet
+SEEDS = [host_seed("evaluation", 7, number) for number in range(3)]
+
+
+def grown(arena: Arena, fossils: list[list[Fossil]]) -> Result:
+    """The result of a policy that ended with these fossils, beside controls of the same hosts."""
     offers = {
         (slot.slot_id, offer.name): offer.parameters
-        for slot in unseen.task.slot_config.slots
+        for slot in arena.task.slot_config.slots
         for offer in slot.blueprints
     }
-    added = [sum(offers[fossil.slot_id, fossil.blueprint] for fossil in found) for found in fossils]
+    added = [sum(offers[fossil.slot_id, fossil.blueprint] for fossil in host) for host in fossils]
     n = len(fossils)
-    fleet.reset(runner.groups.spread(unseen.seeds))
-    for _ in range(unseen.task.steps):
+    runner = arena.runner(Groups(n, 1))
+    fleet = runner.fleet
+    fleet.reset(runner.groups.spread(SEEDS[:n]))
+    for _ in range(arena.task.steps):
         fleet.train_step()
         fleet.tick()
-    right = [float(100 * row.correct.float().mean()) for row in fleet.validate_committed(final=unseen.final)]
+    right = [float(100 * row.correct.float().mean()) for row in fleet.validate_committed(final=arena.final)]
     return Result([0.0] * n, [0.0] * n, right[1::2], added, fossils)
 
 
@@ -67,10 +71,10 @@ def test_retrained_hosts_have_their_fossils_from_the_first_minibatch() -> None:
 
 def test_controls_where_nothing_was_grown_are_the_control() -> None:
     """To the bit; and where something was, retrained and static hosts are others."""
-    unseen = EvaluationHosts(varied(), 3, 7, head_preset("core"))
-    base = grown(unseen, [[], [Fossil("r1c0", "depthwise")], [Fossil("r1c1", "depthwise")]])
+    arena = Arena(varied(), head_preset("core"))
+    base = grown(arena, [[], [Fossil("r1c0", "depthwise")], [Fossil("r1c1", "depthwise")]])
     for control, added in ((retrain, [0, 64, 160]), (train_static, None)):
-        found = control(unseen, base)
+        found = control(arena, SEEDS, base)
         assert found.control_accuracy == base.control_accuracy
         assert (found.accuracy[0], found.objective[0], found.added_params[0]) == (base.control_accuracy[0], 0.0, 0)
         assert found.added_params == added or control is train_static
@@ -83,17 +87,17 @@ def test_controls_where_nothing_was_grown_are_the_control() -> None:
 
 def test_controls_are_scored_on_test_images_in_a_final_evaluation() -> None:
     """397 of them: an accuracy is a multiple of 1/397."""
-    unseen = EvaluationHosts(varied(), 2, 7, head_preset("core"), final=True)
-    base = grown(unseen, [[Fossil("r1c0", "norm")], []])
+    arena = Arena(varied(), head_preset("core"), final=True)
+    base = grown(arena, [[Fossil("r1c0", "norm")], []])
     for control in (retrain, train_static):
-        for accuracy in control(unseen, base).accuracy:
+        for accuracy in control(arena, SEEDS[:2], base).accuracy:
             assert accuracy * 3.97 == pytest.approx(round(accuracy * 3.97), abs=1e-3)
 
 
 def test_static_hosts_come_as_near_as_they_can() -> None:
     """No other of the ladder is nearer; equal sizes are one architecture; what is not grown is not widened."""
     task = tiny_task()
-    ladder = [_size(build()) for rung in islice(controls._wider(task.build_host()), 60) for build in rung]
+    ladder = [_size(build()) for rung in islice(yardsticks._wider(task.build_host()), 60) for build in rung]
     added = [0, 64, 150, 652, 64, 1560]
     built = static_hosts(task, added)
     assert built[1] is built[4]
@@ -106,9 +110,9 @@ def test_static_hosts_come_as_near_as_they_can() -> None:
 def test_widths_grow_by_one_factor() -> None:
     """By hand: the next block to be rounded up is that with the smallest (width + ½)/bare: 16.5/16, 8.5/8, 17.5/16,
     then 4.5/4 = 1.125."""
-    found = list(islice(controls._widths([4, 8, 16]), 5))
+    found = list(islice(yardsticks._widths([4, 8, 16]), 5))
     assert found == [[4, 8, 16], [4, 8, 17], [4, 9, 17], [4, 9, 18], [5, 9, 18]]
-    assert list(islice(controls._widths([4, 4]), 3)) == [[4, 4], [5, 5], [6, 6]]
+    assert list(islice(yardsticks._widths([4, 4]), 3)) == [[4, 4], [5, 5], [6, 6]]
 
 
 def test_static_hosts_keep_what_is_wrong_with_them() -> None:

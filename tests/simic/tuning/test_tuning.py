@@ -4,34 +4,37 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from simic.training.tiny import NAME, make_runner, tiny_task
+from torch import Tensor
 
 from esper.cli import main
 from esper.leyline import BadValueError, StorageError, UnknownNameError, derive_seed, head_preset
 from esper.leyline.records import encode
-from esper.simic.evaluation.arena import AT_ONCE, Arena, Trials, play
+from esper.simic.evaluation import arena as arena_module
+from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer
 from esper.simic.evaluation.policies import make_policies
-from esper.simic.training.episode import EpisodeRunner
+from esper.simic.evaluation.workers import run_here
+from esper.simic.evaluation.yardsticks import extensions, one_seed_plans, plan_parameters
+from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import host_seed, purpose_of
-from esper.simic.tuning.candidates import (
-    HeuristicByEnv,
-    extensions,
-    one_seed_plans,
-    plan_parameters,
-    plan_policy,
-    search_heuristic,
-    search_schedule,
-)
-from esper.simic.tuning.search import Search
-from esper.simic.tuning.tune import Tuned, tune, write_tuned
+from esper.simic.tuning.search import Search, search_heuristic, search_schedule
+from esper.simic.tuning.tune import Trials, Tuned, tune, write_tuned
 from esper.storage import files
 from esper.tamiyo import Policy, growth_table
-from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan, PlannedSeed, SchedulePolicy, shipped
+from esper.tamiyo.policies import (
+    HeuristicConfig,
+    HeuristicTamiyo,
+    Plan,
+    PlannedSeed,
+    SchedulePolicy,
+    WaitPolicy,
+    shipped,
+)
 from esper.tolaria import HostFleet, Task, get_task
 
 DIGITS = get_task("digits_blind")
@@ -156,7 +159,7 @@ def test_halves_go_on_and_see_more_hosts() -> None:
     assert [host for rung in hosts for host in rung] == list(range(sum(map(len, hosts))))
     for rung, (earlier, later) in enumerate(pairwise([*members, alive])):
         seen = [host for some in hosts[: rung + 1] for host in some]
-        best = sorted(earlier, key=lambda plan: -sum(search.found[plan][host] for host in seen))
+        best = sorted(earlier, key=lambda plan: -sum(search.objectives[plan][host] for host in seen))
         assert later == best[: len(later)]
         assert len(later) <= -(-len(earlier) // 2) or later is alive
 
@@ -234,7 +237,8 @@ def few_configs() -> list[HeuristicConfig]:
 
 def alone(runner: EpisodeRunner, policy: Policy, seeds: list[int]) -> list[float]:
     """Objectives of hosts that have nobody beside them but their control."""
-    result = play(runner, policy, seeds)
+    player = PolicyPlayer(runner, policy, seeds)
+    result = play_episode(runner, player.act, player.on_step)
     assert result.hardened_accuracy is not None
     assert result.hardened_control is not None
     gains, added = result.hardened_accuracy - result.hardened_control, result.fossil_parameters.tolist()
@@ -245,10 +249,10 @@ def alone(runner: EpisodeRunner, policy: Policy, seeds: list[int]) -> list[float
 @pytest.mark.parametrize("kind", ["schedule", "heuristic"])
 def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are packed: here three hosts in a fleet of two groups, some of it filled up."""
-    task, heads = tiny_task(), head_preset("core")
-    table = growth_table(heads, task.slot_config)
+    task = tiny_task()
+    table = growth_table(head_preset("core"), task.slot_config)
     counted: list[int] = []
-    monkeypatch.setattr("esper.simic.evaluation.arena.AT_ONCE", 8)
+    monkeypatch.setattr(arena_module, "AT_ONCE", 8)
     hosts = [4, 5, 9]
     seeds = [host_seed("tuning", 1, number) for number in hosts]
     policies: list[Policy]
@@ -258,11 +262,11 @@ def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: p
 
     if kind == "schedule":
         plans = few_plans(task)
-        found = Trials(Arena(task, heads, partial(plan_policy, task)), 1, 2.0, advance)(plans, hosts)
+        found = Trials(NAME, "schedule", "core", 1)(run_here, 1, advance, plans, hosts)
         policies = [SchedulePolicy(table, task.slot_config, plan) for plan in plans]
     else:
         configs = few_configs()
-        found = Trials(Arena(task, heads, partial(HeuristicByEnv, task)), 1, 2.0, advance)(configs, hosts)
+        found = Trials(NAME, "heuristic", "core", 1)(run_here, 1, advance, configs, hosts)
         policies = [HeuristicTamiyo(table, task.slot_config, config) for config in configs]
     assert len({value for row in found for value in row}) > len(policies), "they do different things"
     runner = make_runner(3, 1)
@@ -281,13 +285,21 @@ def test_fleets_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
         built(self, task, n, *args, **kwargs)  # type: ignore[arg-type]  # passed on
 
     monkeypatch.setattr(HostFleet, "__init__", note)
-    monkeypatch.setattr("esper.simic.evaluation.arena.play", lambda runner, policy, seeds: None)
-    task = tiny_task()
-    arena = Arena(task, head_preset("core"), partial(plan_policy, task))
+    monkeypatch.setattr(arena_module, "play_episode", lambda runner, act, on_step: None)
+    monkeypatch.setattr(EpisodeRunner, "begin", lambda self, seeds: setattr(self, "seeds", seeds))
+    arena, running = Arena(tiny_task(), head_preset("core")), list[Sequence[int]]()
+
+    def wait(runner: EpisodeRunner, candidates: Sequence[int]) -> Policy:
+        running[:] = [candidates]
+        return WaitPolicy(runner.table)
+
+    def pairs(runner: EpisodeRunner, _: object) -> Tensor:
+        seeds: list[int] = runner.seeds  # type: ignore[attr-defined]  # noted above
+        return torch.tensor([[seed, one] for seed in seeds for one in running[0]])
+
     for candidates, hosts in ((1, 1), (1, 70), (70, 1), (5, 23), (AT_ONCE - 1, 2), (AT_ONCE, 2), (130, 3)):
-        blocks = list(arena.run([Plan()] * candidates, list(range(hosts))))
-        pairs = [(one, host) for block in blocks for one in block.candidates for host in block.hosts]
-        assert sorted(pairs) == [(one, host) for one in range(candidates) for host in range(hosts)]
+        table = arena.run(wait, range(candidates), range(hosts), pairs)
+        assert table.tolist() == [[[host, one] for one in range(candidates)] for host in range(hosts)]
     assert max(shapes) <= AT_ONCE
 
 

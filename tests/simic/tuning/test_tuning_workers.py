@@ -1,7 +1,9 @@
 """A search shared between processes."""
 
 import math
-from concurrent.futures import Future, ProcessPoolExecutor
+import pickle
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,38 +12,11 @@ from hypothesis import strategies as st
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.tuning import workers as tuning_workers
-from esper.simic.tuning.candidates import one_seed_plans
-from esper.simic.tuning.tune import tune
-from esper.simic.tuning.workers import Place, SharedTrials, shares
-from esper.tamiyo.policies import Plan
+from esper.simic.evaluation.workers import call_in_worker, run_here
+from esper.simic.evaluation.yardsticks import one_seed_plans
+from esper.simic.tuning.tune import Trials, shares, tune
 
-
-def place_at(task: str) -> Place:
-    """Where plans are tried."""
-    return Place(task, "schedule", "core", 1, 2.0, "cpu", None)
-
-
-class Here(ProcessPoolExecutor):
-    """Work done at once, in this process; what went wrong is told when it is asked for."""
-
-    def __init__(self) -> None: ...
-
-    def submit(self, call: Any, /, *arguments: Any, **named: Any) -> Future[Any]:  # Any: as the original
-        """Done when it returns."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*arguments, **named))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-@pytest.fixture(autouse=True)
-def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process remembers is its own."""
-    monkeypatch.setattr(tuning_workers, "_trials", None)
-    monkeypatch.setattr(tuning_workers, "_place", None)
+TRIALS = Trials(NAME, "schedule", "core", 1)
 
 
 @given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 20))
@@ -70,10 +45,8 @@ def test_shared_trials_are_the_same_trials() -> None:
     def advance(amount: int, words: str = "") -> None:
         counted.append(amount)
 
-    tuning_workers._begin(place_at(NAME))
     plans, hosts = one_seed_plans(tiny_task())[:5], [2, 3, 7]
-    shared = SharedTrials[Plan](Here(), 4, advance)(plans, hosts)
-    whole = place_at(NAME).open(advance)(plans, hosts)
+    shared, whole = (TRIALS(run_here, workers, advance, plans, hosts) for workers in (4, 1))
     assert [value for row in shared for value in row] == pytest.approx(
         [value for row in whole for value in row], abs=1e-5
     )
@@ -81,10 +54,11 @@ def test_shared_trials_are_the_same_trials() -> None:
 
 
 def test_errors_come_back() -> None:
-    """With what they say."""
-    tuning_workers._begin(place_at("nonsense"))
-    with pytest.raises(BadValueError, match="unknown task 'nonsense'"):
-        SharedTrials[str](Here(), 2, lambda amount, words="": None)(["plan"], [0])
+    """With their message, whatever their type needs to be built."""
+    run_share = partial(replace(TRIALS, task="nonsense").run_share, ["plan"], [0], None)
+    with pytest.raises(BadValueError, match="unknown task 'nonsense'") as raised:
+        call_in_worker(run_share, (range(1), range(1)))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_no_workers_are_no_search() -> None:

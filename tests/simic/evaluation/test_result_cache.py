@@ -1,4 +1,4 @@
-"""Evaluations that keep what they have done."""
+"""The result cache: interrupted evaluations are resumed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,21 +8,18 @@ import torch
 from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
-from esper.simic.evaluation import cache as kept
-from esper.simic.evaluation import comparison
-from esper.simic.evaluation import policies as named
-from esper.simic.evaluation import workers as jobs
+from esper.simic.evaluation import cache, comparison, policies, workers
 from esper.simic.evaluation.cache import ResultCache
 from esper.simic.evaluation.comparison import run_comparisons
 from esper.simic.evaluation.final_log import sign_final
+from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
 from esper.simic.evaluation.results import Fossil, Result
-from esper.simic.evaluation.unseen import EvaluationHosts
-from esper.simic.evaluation.workers import Contender, EvaluationConfig, Job, job_runner, run_everything
+from esper.simic.evaluation.workers import Job, run_contenders
 from esper.tolaria import TaskRegistry, get_task
 from esper.tolaria.data import ImageData, ImagePart, TextData, data_digest
 
 CONFIG = EvaluationConfig("digits_blind", 6, 7)
-RULES = [Contender(CONFIG, spec) for spec in ("wait", "random", "schedule")]
+RULES = [Contender(CONFIG, PolicySpec.parse(spec)) for spec in ("wait", "random", "schedule")]
 
 
 class StoppedError(Exception):
@@ -34,15 +31,15 @@ class Ran(list[tuple[str, int]]):
 
     stop_after = 10**9
 
-    def run_job(self, unseen: EvaluationHosts, job: Job) -> list[Result]:
+    def run_job(self, job: Job) -> list[Result]:
         """Results that tell contender and host."""
-        self.extend((one.spec, host) for one in job.contenders for host in job.hosts)
+        self.extend((one.spec.text, host) for one in job.contenders for host in job.hosts)
         if len(self) > self.stop_after:
             raise StoppedError
         return [
             Result(
                 [float(host) for host in job.hosts], [1.5] * len(job.hosts), [float("inf")] * len(job.hosts),
-                [3] * len(job.hosts), [[Fossil("r1c0", one.spec, alpha=0.5)] for _ in job.hosts],
+                [3] * len(job.hosts), [[Fossil("r1c0", one.spec.text, alpha=0.5)] for _ in job.hosts],
                 {"train": [2.0] * len(job.hosts)}, {"1": [0.25] * len(job.hosts)},
             )
             for one in job.contenders
@@ -52,16 +49,14 @@ class Ran(list[tuple[str, int]]):
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     """No host lives; three contenders have two hosts at a time."""
-    found = Ran()
-    monkeypatch.setattr(jobs, "run_job", found.run_job)
-    monkeypatch.setattr(EvaluationConfig, "open", lambda config: None)
-    monkeypatch.setattr(jobs, "AT_ONCE", 8)
-    return found
+    ran = Ran()
+    monkeypatch.setattr(workers, "run_job", ran.run_job)
+    monkeypatch.setattr(workers, "AT_ONCE", 8)
+    return ran
 
 
 def run(contenders: list[Contender], folder: Path | None) -> list[Result]:
-    with job_runner(1, recall=ResultCache(folder).recall if folder else run_everything) as runner:
-        return runner(contenders)
+    return run_contenders(contenders, cache=ResultCache(folder) if folder else None)
 
 
 def test_a_stopped_evaluation_goes_on_where_it_was(ran: Ran, tmp_path: Path) -> None:
@@ -74,7 +69,7 @@ def test_a_stopped_evaluation_goes_on_where_it_was(ran: Ran, tmp_path: Path) -> 
     done = set(ran[:6])  # the first of three jobs
     ran.clear()
     assert run(RULES, tmp_path) == whole, "to the bit, what JSON does not know included"
-    assert sorted(ran) == sorted({(one.spec, host) for one in RULES for host in range(6)} - done)
+    assert sorted(ran) == sorted({(one.spec.text, host) for one in RULES for host in range(6)} - done)
     ran.clear()
     assert run(RULES, tmp_path) == whole
     assert not ran
@@ -108,7 +103,7 @@ def test_rules_that_one_evaluation_ran_are_there_for_the_next(ran: Ran, tmp_path
 @pytest.mark.parametrize(
     "other",
     [
-        replace(RULES[0], spec="heuristic"),
+        replace(RULES[0], spec=PolicySpec.parse("heuristic")),
         replace(RULES[0], greedy=True),
         replace(RULES[0], config=replace(CONFIG, seed=8)),
         replace(RULES[0], config=replace(CONFIG, final=True)),
@@ -129,7 +124,7 @@ def test_what_differs_was_not_run_yet(ran: Ran, tmp_path: Path, other: Contender
 def test_another_version_of_the_code_runs_everything(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(RULES[:1], tmp_path)
     ran.clear()
-    monkeypatch.setattr(kept, "source_digest", lambda: "another")
+    monkeypatch.setattr(cache, "source_digest", lambda: "another")
     run(RULES[:1], tmp_path)
     assert len(ran) == 6
 
@@ -137,7 +132,7 @@ def test_another_version_of_the_code_runs_everything(ran: Ran, tmp_path: Path, m
 def test_a_file_with_another_content_is_another_policy(ran: Ran, tmp_path: Path) -> None:
     file, folder = tmp_path / "tuned.json", tmp_path / "kept"
     file.write_text("one")
-    tuned = [Contender(CONFIG, f"heuristic:{file}")]
+    tuned = [Contender(CONFIG, PolicySpec.parse(f"heuristic:{file}"))]
     run(tuned, folder)
     file.write_text("two")
     ran.clear()
@@ -147,10 +142,10 @@ def test_a_file_with_another_content_is_another_policy(ran: Ran, tmp_path: Path)
 
 def test_a_shipped_plan_is_known_by_its_content(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "shipped.json"
-    monkeypatch.setattr(named, "shipped_file", lambda kind, task: file)
+    monkeypatch.setattr(policies, "shipped_file", lambda kind, task: file)
     for content in ("one", "two", "one"):
         file.write_text(content)
-        run([Contender(CONFIG, "schedule"), Contender(CONFIG, "heuristic:shipped")], tmp_path / "kept")
+        run([Contender(CONFIG, PolicySpec.parse(s)) for s in ("schedule", "heuristic:shipped")], tmp_path / "kept")
     assert len(ran) == 24, "the first content was there already"
 
 
@@ -164,16 +159,16 @@ def test_a_run_that_goes_on_is_another_policy(ran: Ran, tmp_path: Path, monkeypa
         (checkpoint / "agent.json").write_text(str(number))
 
     finish_round(1)
-    learned = [Contender(CONFIG, str(folder))]
-    play = jobs.run_job
+    learned = [Contender(CONFIG, PolicySpec.parse(str(folder)))]
+    run_job = workers.run_job
 
-    def go_on_meanwhile(unseen: EvaluationHosts, job: Job) -> list[Result]:
-        found = play(unseen, job)
+    def train_meanwhile(job: Job) -> list[Result]:
+        results = run_job(job)
         if not (folder / "checkpoints" / "round-00002").exists():
             finish_round(2)
-        return found
+        return results
 
-    monkeypatch.setattr(jobs, "run_job", go_on_meanwhile)
+    monkeypatch.setattr(workers, "run_job", train_meanwhile)
     run(learned, kept_in)
     assert len(ran) == 6
     run(learned, kept_in)
@@ -248,7 +243,7 @@ def test_damage_is_named(ran: Ran, tmp_path: Path) -> None:
         run(RULES[:1], tmp_path)
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(BadValueError, match=r"nothing can be kept in .*file"):
+    with pytest.raises(BadValueError, match=r"file cannot hold results"):
         ResultCache(blocked)
 
 
@@ -265,9 +260,9 @@ def test_real_results_survive(tmp_path: Path) -> None:
 def test_going_on_is_not_another_look(tmp_path: Path) -> None:
     """At test images; other hosts are one, and so is the same evaluation where nothing was kept of it."""
     entry = {"when": "then", "task": "t", "hosts": 2, "seed": 1}
-    assert sign_final([tmp_path], entry, going_on=True) == []
-    assert sign_final([tmp_path], {**entry, "when": "later"}, going_on=True) == []
-    assert "2 times, first at then" in sign_final([tmp_path], {**entry, "seed": 2}, going_on=True)[0]
+    assert sign_final([tmp_path], entry, resumed=True) == []
+    assert sign_final([tmp_path], {**entry, "when": "later"}, resumed=True) == []
+    assert "2 times, first at then" in sign_final([tmp_path], {**entry, "seed": 2}, resumed=True)[0]
     assert sign_final([tmp_path], entry)
 
 
@@ -275,6 +270,6 @@ def test_nothing_is_signed_where_nothing_can_be_kept(ran: Ran, tmp_path: Path, m
     signed: list[object] = []
     monkeypatch.setattr(comparison, "sign_policies", lambda *given, **more: signed.append(given))
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadValueError, match="nothing can be kept"):
+    with pytest.raises(BadValueError, match="cannot hold results"):
         run_comparisons(["digits_blind"], ["wait"], replace(CONFIG, final=True), keep=tmp_path / "file")
     assert not signed

@@ -8,6 +8,7 @@ import pytest
 from simic.training.tiny import quick_config
 
 from esper.simic.evaluation.final_log import sign_final, sign_policies
+from esper.simic.evaluation.policies import PolicySpec
 from esper.simic.training.run_folder import RunFolder
 
 ENTRY = {"when": "then", "task": "t", "hosts": 2, "seed": 1}
@@ -32,23 +33,23 @@ def test_a_look_is_inherited() -> None:
     assert sign_final([parent], ENTRY) == []
     (warning,) = sign_final([grandchild], {**ENTRY, "when": "later"})
     assert warning == (
-        "c began with the controller of a, which has been in a final evaluation once at then (t, 2 hosts, seed 1): "
+        "c started from the controller of a, which has been in a final evaluation once at then (t, 2 hosts, seed 1): "
         "its figures on test images are no longer those of a first look"
     )
     assert not (child / "final.jsonl").exists()
     assert len((parent / "final.jsonl").read_text().splitlines()) == 1
     again = sign_final([grandchild, child], ENTRY)
     assert [words.split(" has been")[0] for words in again] == [
-        "c", "c began with the controller of a, which", "b began with the controller of a, which",
+        "c", "c started from the controller of a, which", "b started from the controller of a, which",
     ]  # fmt: skip
 
 
 def test_going_on_is_no_inherited_look_either() -> None:
     """Parent and child in one evaluation that was stopped and begun again."""
     both = [configure("a"), configure("b", "a")]
-    assert sign_final(both, ENTRY, going_on=True) == []
-    assert sign_final(both, {**ENTRY, "when": "later"}, going_on=True) == []
-    assert len(sign_final(both, {**ENTRY, "seed": 2}, going_on=True)) == 3
+    assert sign_final(both, ENTRY, resumed=True) == []
+    assert sign_final(both, {**ENTRY, "when": "later"}, resumed=True) == []
+    assert len(sign_final(both, {**ENTRY, "seed": 2}, resumed=True)) == 3
 
 
 def test_the_chain_ends() -> None:
@@ -59,15 +60,15 @@ def test_the_chain_ends() -> None:
     Path("no_run/final.jsonl").write_text(json.dumps(ENTRY) + "\n")
     stranger = configure("d", "no_run")
     assert sign_final([gone, around], ENTRY) == []
-    assert "d began with the controller of no_run, which has been" in sign_final([stranger], ENTRY)[0]
+    assert "d started from the controller of no_run, which has been" in sign_final([stranger], ENTRY)[0]
     warnings = sign_final([Path("c")], ENTRY)
-    assert [words.split(" has been")[0] for words in warnings] == ["c began with the controller of b, which"]
+    assert [words.split(" has been")[0] for words in warnings] == ["c started from the controller of b, which"]
 
 
 def test_a_run_of_two_policies_is_signed_once() -> None:
     for name in "ab":
         configure(name)
-    assert sign_policies(["a+b", "./a", "wait"], ["t", "u"], 4, 9) == []
+    assert sign_policies([PolicySpec.parse(text) for text in ("a+b", "./a", "wait")], ["t", "u"], 4, 9) == []
     (line,) = Path("a/final.jsonl").read_text().splitlines()
     entry = json.loads(line)
     assert (entry["task"], entry["hosts"], entry["seed"]) == ("t,u", 4, 9)
@@ -83,4 +84,6 @@ def test_a_look_is_inherited_after_a_move(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").rename(tmp_path / "there")
     (warning,) = sign_final([Path("there/b")], ENTRY)
-    assert warning.startswith("there/b began with the controller of there/a, which has been in a final evaluation once")
+    assert warning.startswith(
+        "there/b started from the controller of there/a, which has been in a final evaluation once"
+    )

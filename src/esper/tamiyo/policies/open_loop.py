@@ -1,0 +1,205 @@
+"""Policies that ignore the host: waiting, chance, and plans, which an oracle replays too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
+from esper.leyline.numbers import require_whole
+from esper.tamiyo.heads import ActionTable, MaskedCategorical, Masks, pick
+from esper.tamiyo.policy import PolicyView, check_slots, complete, legal_slots, used_heads
+
+MAX_SEEDS = 3
+NEVER = 2**62
+
+
+class WaitPolicy:
+    """Never grows anything."""
+
+    def __init__(self, table: ActionTable) -> None:
+        self.table = table
+
+    def initial_state(self, seeds: list[int]) -> None:
+        """None."""
+
+    def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
+        """WAIT."""
+        wait = torch.full((len(uniform),), LifecycleOp.WAIT, device=uniform.device)
+        return complete(self.table, view.masks, wait, wait, wait), None
+
+
+class RandomPolicy:
+    """Draws each head uniformly from the choices that are legal given the earlier heads."""
+
+    def __init__(self, table: ActionTable) -> None:
+        self.table = table
+
+    def initial_state(self, seeds: list[int]) -> None:
+        """None."""
+
+    def act(self, view: PolicyView, state: None, uniform: Tensor) -> tuple[Tensor, None]:
+        """One draw per head."""
+        self.table.check_masks(view.masks, len(uniform))
+        chosen: dict[str, Tensor] = {}
+        used: Tensor | None = None
+        for index, head in enumerate(self.table.heads):
+            mask = view.masks[head.name] if head.given is None else pick(view.masks[head.name], chosen[head.given])
+            choice = _draw(mask, uniform[:, index])
+            used = used_heads(self.table, choice) if used is None else used
+            chosen[head.name] = choice.where(used[:, index], head.placeholder)
+        return torch.stack(list(chosen.values()), -1), None
+
+
+def _draw(mask: Tensor, uniform: Tensor) -> Tensor:
+    """A uniform legal choice of a mask (N, choices). If none is legal, the head is unused and any choice will do."""
+    mask = mask | ~mask.any(-1, keepdim=True)
+    return MaskedCategorical(torch.zeros_like(mask, dtype=torch.float), mask, validate=False).sample(uniform)
+
+
+@dataclass(frozen=True)
+class PlannedSeed:
+    """One seed of a plan."""
+
+    slot: str
+    blueprint: str
+    germinate_at: int
+    """Step, from 0."""
+    advance_after: int = 3
+    """Steps from germination to blending; the gates of the lifecycle need three."""
+
+    def __post_init__(self) -> None:
+        require_whole("germinate_at", self.germinate_at, 0)
+        require_whole("advance_after", self.advance_after, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to grow, where and when; an empty plan waits."""
+
+    seeds: tuple[PlannedSeed, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.seeds) > MAX_SEEDS:
+            raise BadValueError(f"a plan of {len(self.seeds)} seeds; at most {MAX_SEEDS} are allowed")
+        names = [seed.slot for seed in self.seeds]
+        if len(set(names)) != len(names):
+            raise BadValueError(f"the plan has seeds in slots {names}; seeds are permanent, give each its own slot")
+
+    def check(self, slots: SlotConfig) -> None:
+        """Raise unless these slots offer the planned blueprints."""
+        for seed in self.seeds:
+            offered = [offer.name for offer in slots[seed.slot].blueprints]
+            if seed.blueprint not in offered:
+                raise UnknownNameError(f"blueprint for slot {seed.slot!r}", seed.blueprint, offered)
+
+
+class PlanTensors(NamedTuple):
+    """The plans of all envs, (N, seeds) each, in the order of the plan."""
+
+    planned: Tensor
+    """bool; False pads plans with fewer seeds than the longest"""
+    slot: Tensor
+    blueprint: Tensor
+    germinate_at: Tensor
+    advance_after: Tensor
+
+
+def plan_tensors(plans: Sequence[Plan], slots: SlotConfig) -> PlanTensors:
+    """Tensors of one plan per env; at least one column, which may be padding."""
+    names = slots.blueprint_names
+    rows = [
+        [
+            (1, slots.index(seed.slot), names.index(seed.blueprint), seed.germinate_at, seed.advance_after)
+            for seed in plan.seeds
+        ]
+        for plan in plans
+    ]
+    longest = max((len(row) for row in rows), default=0) or 1
+    padded = [row + [(0, 0, 0, 0, 0)] * (longest - len(row)) for row in rows]
+    planned, *rest = torch.tensor(padded, dtype=torch.long).reshape(len(plans), longest, 5).unbind(-1)
+    return PlanTensors(planned.bool(), *rest)
+
+
+def follow(table: ActionTable, view: PolicyView, plans: PlanTensors) -> Tensor:
+    """Actions (N, heads): the legal step of each plan that has been due for longest; ties in the order of the plan.
+
+    A seed is germinated once. One that the governor cut is not germinated again.
+    """
+    slots = view.signals.slots
+    stage, age, held, tried = (
+        part.gather(1, plans.slot).long() for part in (slots.stage, slots.age, slots.steps_in_stage, slots.tried)
+    )
+    training, holding = stage == SeedStage.TRAINING, stage == SeedStage.HOLDING
+    op = torch.full_like(stage, LifecycleOp.GERMINATE)
+    op = op.masked_fill(training, LifecycleOp.ADVANCE).masked_fill(holding, LifecycleOp.FOSSILIZE)
+    due = plans.germinate_at.where(~training, view.step - age + plans.advance_after)
+    due = due.where(~holding, view.step - held)
+    waits = ((stage == SeedStage.DORMANT) & (tried == 0)) | training | holding
+    ready = plans.planned & waits & (due <= view.step) & _legal(view.masks, op, plans)
+    seed = due.masked_fill(~ready, NEVER).argmin(-1)
+    op = pick(op, seed).where(ready.any(-1), LifecycleOp.WAIT)
+    return complete(table, view.masks, op, pick(plans.slot, seed), pick(plans.blueprint, seed))
+
+
+def _legal(masks: Masks, op: Tensor, plans: PlanTensors) -> Tensor:
+    """(N, seeds): whether these ops are legal for these seeds."""
+    env = torch.arange(len(op), device=op.device)[:, None]
+    offered = masks["blueprint"][env, plans.slot, plans.blueprint] | (op != LifecycleOp.GERMINATE)
+    return masks["op"][env, op] & masks["slot"][env, op, plans.slot] & offered
+
+
+class SchedulePolicy:
+    """Executes a plan: one for all envs, or one per env (an oracle's replay).
+
+    Seeds are germinated when due, advanced `advance_after` steps later and fossilised at once, or else as soon as it is
+    legal. There is one action per step; the one that has been due for longest goes first.
+    """
+
+    def __init__(self, table: ActionTable, slots: SlotConfig, plan: Plan | Sequence[Plan]) -> None:
+        check_slots(table, slots)
+        self.table, self.slots = table, slots
+        self.plan = plan if isinstance(plan, Plan) else tuple(plan)
+        for each in [plan] if isinstance(plan, Plan) else plan:
+            each.check(slots)
+
+    def initial_state(self, seeds: list[int]) -> PlanTensors:
+        """The plans as tensors."""
+        plans = [self.plan] * len(seeds) if isinstance(self.plan, Plan) else self.plan
+        if len(plans) != len(seeds):
+            raise BadValueError(f"got {len(plans)} plans for {len(seeds)} envs; pass one plan, or one per env")
+        return plan_tensors(plans, self.slots)
+
+    def act(self, view: PolicyView, state: PlanTensors, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
+        """The next step that is due."""
+        plans = PlanTensors(*(part.to(uniform.device, non_blocking=True) for part in state))
+        return follow(self.table, view, plans), plans
+
+
+class RandomCommitPolicy:
+    """Germinates one random seed per env at a random step of the first half, then always blends and fossilises it."""
+
+    def __init__(self, table: ActionTable, steps: int) -> None:
+        """`steps` is the length of an episode, which the first view does not show."""
+        require_whole("steps", steps, 1)
+        self.table, self.steps = table, steps
+
+    def initial_state(self, seeds: list[int]) -> None:
+        """None: the first step draws the seed from the legal ones."""
+
+    def act(self, view: PolicyView, state: PlanTensors | None, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
+        """The first draws decide everything; later ones are unused."""
+        plans = self._draw_plans(view, uniform) if state is None else state
+        return follow(self.table, view, plans), plans
+
+    def _draw_plans(self, view: PolicyView, uniform: Tensor) -> PlanTensors:
+        when, where, what = (uniform[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
+        latest = self.steps // 2
+        slot = _draw(legal_slots(view.masks, LifecycleOp.GERMINATE), where)
+        blueprint = _draw(pick(view.masks["blueprint"], slot), what)
+        germinate_at = (when * (latest + 1)).long().clamp(max=latest)
+        planned = torch.ones_like(slot, dtype=torch.bool)
+        parts = (planned, slot, blueprint, view.step + germinate_at, torch.zeros_like(slot))
+        return PlanTensors(*(part[:, None] for part in parts))
