@@ -176,6 +176,9 @@ class RunFolder:
         with storage_errors(path):
             if path.exists() and (not path.is_dir() or not all(map(is_leftover, path.iterdir()))):
                 raise BadValueError(f"{path} is in use; choose another --out, or continue with --resume {path}")
+        for parent in path.resolve().parents:
+            if (parent / CONFIG).is_file() and (parent / CHECKPOINTS).is_dir():
+                raise BadValueError(f"{path} lies inside the run {parent}; choose an --out outside it")
 
     @classmethod
     def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:
