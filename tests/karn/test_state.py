@@ -1,5 +1,6 @@
 """Run folders as they are read: complete rounds only, and every fault is named with its place."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -214,3 +215,15 @@ def test_what_is_no_json_is_named(damage: str, read: Callable[[Path], object], t
         file.write(f"{damage}\n")
     with pytest.raises(BadValueError, match=r"metrics.jsonl, line 3 is not JSON"):
         read(tmp_path)
+
+
+def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
+    """A report would show settings that the run never had; formatting and the data folder may change."""
+    path = write_run(tmp_path) / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"config": content["config"] | {"data_dir": "elsewhere"}}, indent=3))
+    assert read_run(tmp_path).setting("seed") == 5
+    path.write_text(json.dumps(content | {"config": content["config"] | {"seed": 6}}))
+    for read in (read_run, lambda run: ask(run, "select 1")):
+        with pytest.raises(BadValueError, match=r"config.json was changed after the run began"):
+            read(tmp_path)

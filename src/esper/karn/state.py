@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from esper.karn.fields import Fields, Json, is_number, read_object
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
+from esper.leyline.records import config_checksum
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
@@ -233,6 +234,8 @@ def read_header(path: Path) -> Fields:
             raise BadValueError(f"{path} is no run folder: it has no {name}")
     header = read_object(path / CONFIG, "configuration of a run")
     header.inside("config").text("task")
+    if header.text("checksum") != config_checksum(header.content):
+        raise BadValueError(f"{path / CONFIG} was changed after the run began; restore what was written")
     return header
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, EsperError, StorageError
-from esper.leyline.records import Json, encode, refuse_constant
+from esper.leyline.records import Json, checksum, encode, refuse_constant
 from esper.storage.files import existing_folder, replace_folder, sync_to_disk
 
 OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})
@@ -92,12 +92,6 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _record(raw: bytes) -> dict[str, Json]:
     return {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-
-
-def checksum(content: Mapping[str, Json]) -> str:
-    """Digest of the content, independent of formatting."""
-    plain = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def read_stored(folder: Path, kind: StoredFormat) -> tuple[dict[str, Json], dict[str, Tensor]]:
