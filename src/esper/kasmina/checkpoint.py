@@ -152,8 +152,14 @@ class Checkpoint:
                 f"(only {', '.join(Host.KINDS)}). Build a model around the host, with slots {list(slot_ids)}, "
                 "and call load(folder, model)"
             )
+        kind, config = Host.KINDS[host.kind], host.config or {}
         with checkpoint_errors(f"{self.folder}: {host.kind} of {host.config}"), torch.random.fork_rng(devices=[]):
-            built = Host.KINDS[host.kind](**host.config or {}).to(DTYPES[self.model.dtype])
+            with torch.device("meta"):  # a forged size costs no memory here
+                sketch = _tensors(kind(**config).to(DTYPES[self.model.dtype]), {})
+            _check_tensors(
+                {name: self.tensors[name] for name in sketch if name in self.tensors}, sketch, str(self.folder)
+            )
+            built = kind(**config).to(DTYPES[self.model.dtype])
             for slot_id in slot_ids:
                 built.slot_index(slot_id)
         return built
