@@ -65,6 +65,7 @@ def test_the_picture(finished: tuple[Path, list[str]]) -> None:
     assert len(picture) > 5_000
 
 
+@pytest.mark.slow
 def test_the_network_loads_without_esper(finished: tuple[Path, list[str]]) -> None:
     """A process that cannot import Esper loads the hardened network, with all its parameters, and runs it."""
     folder = finished[0] / "network"
@@ -105,6 +106,7 @@ def run_cartpole(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_pole_without_velocities(tmp_path: Path) -> None:
     """A short training, saved and loaded again."""
     printed = run_cartpole(tmp_path, "--steps", "2048", "--episodes", "3")

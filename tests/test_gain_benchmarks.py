@@ -24,6 +24,8 @@ from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria import tasks as gains
 from esper.tolaria.tasks import GAINS_FILE, published_gains
 
+pytestmark = pytest.mark.slow
+
 # -- whether they last ------------------------------------------------------------------------------------------------
 
 

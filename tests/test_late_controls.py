@@ -11,6 +11,8 @@ from esper.leyline import BadValueError
 from esper.simic.evaluation.comparison import run_comparisons
 from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
 
+pytestmark = pytest.mark.slow
+
 GROWS, RUN = "random-commit", "runs/a0"
 
 

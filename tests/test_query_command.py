@@ -214,6 +214,4 @@ def test_a_statement_without_end_is_stopped(tmp_path: Path, capsys: pytest.Captu
     endless = "select count(*) from range(1000000000) a, range(1000000000) b where a.range * b.range = -1"
     with pytest.raises(SystemExit, match="2"):
         main(["query", str(run), endless, "--timeout", "0.2"])
-    assert capsys.readouterr().err == (
-        "esper: the statement took longer than 0.2 s; ask for less, or raise --timeout\n"
-    )
+    assert capsys.readouterr().err == "esper: the statement took too long; ask for less, or raise --timeout\n"

@@ -13,6 +13,8 @@ from simic.training.tiny import QUICK, quick_config
 
 from esper.leyline import BadValueError, CheckpointError
 
+pytestmark = pytest.mark.slow
+
 
 def test_healthy_rounds(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """A run of one round: trained, read, and read once more with a warning in its log; one that was not watched to its

@@ -311,7 +311,7 @@ def test_wrong_metrics_are_named(rows: list[Json], message: str, tmp_path: Path)
 def test_no_run_folder(tmp_path: Path) -> None:
     for wrong in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(BadValueError, match="no run folder"):
-            ask(wrong, "FROM rounds")
+            rows_of(wrong, "FROM rounds")
         with pytest.raises(BadValueError, match="no run folder"):
             columns_of(wrong)
 
@@ -392,7 +392,7 @@ def test_variables_are_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """DuckDB would take an array of that name in the code that calls it."""
     monkeypatch.setattr(queries, "numbers", {"one": np.array([1.0])}, raising=False)
     with pytest.raises(UnknownNameError, match="unknown view 'numbers'"):
-        ask(write_run(tmp_path), "FROM numbers")
+        rows_of(write_run(tmp_path), "FROM numbers")
 
 
 def test_no_files_beside_the_run(tmp_path: Path) -> None:
@@ -455,10 +455,10 @@ def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """The message says what to install."""
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(MissingPackageError, match=r"duckdb, which is not installed.*esper-morph\[query\]"):
-        ask(write_run(tmp_path), "FROM rounds")
+        rows_of(write_run(tmp_path), "FROM rounds")
 
 
 def test_unknown_views_are_told_with_the_known(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError) as caught:
-        ask(write_run(tmp_path), "FROM seed")
+        rows_of(write_run(tmp_path), "FROM seed")
     assert all(name in str(caught.value) for name in VIEWS)

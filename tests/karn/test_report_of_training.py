@@ -11,6 +11,7 @@ from esper.cli import main
 from esper.karn import read_run
 
 
+@pytest.mark.slow
 def test_train_evaluate_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Curves of every host are there, and the page has the numbers of metrics and evaluation."""
     tiny_task()

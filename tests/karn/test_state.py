@@ -196,7 +196,7 @@ def test_a_run_can_be_followed_line_by_line(tmp_path: Path) -> None:
     state = RunState(folder, whole.config)
     for number, line in metric_lines(folder):
         for event in events:
-            if event.content.get("round") == number:
+            if event.get("round") == number:
                 state.fold_event(event)
         assert not state.episodes.get(number)
         state.fold_metrics(line)
@@ -208,7 +208,7 @@ def test_a_run_can_be_followed_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["[" * 100_000, '{"objective": NaN}', '{"objective": -Infinity}'])
-@pytest.mark.parametrize("read", [read_run, lambda run: ask(run, "select * from rounds")])
+@pytest.mark.parametrize("read", [read_run, lambda run: ask(run, "select * from rounds").__enter__()])
 def test_what_is_no_json_is_named(damage: str, read: Callable[[Path], object], tmp_path: Path) -> None:
     """Nesting without end and numbers that JSON lacks are damage like any other, for reports and for queries."""
     with (write_run(tmp_path) / "metrics.jsonl").open("a") as file:
@@ -224,6 +224,6 @@ def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"config": content["config"] | {"data_dir": "elsewhere"}}, indent=3))
     assert read_run(tmp_path).setting("seed") == 5
     path.write_text(json.dumps(content | {"config": content["config"] | {"seed": 6}}))
-    for read in (read_run, lambda run: ask(run, "select 1")):
+    for read in (read_run, lambda run: ask(run, "select 1").__enter__()):
         with pytest.raises(BadValueError, match=r"config.json was changed after the run began"):
             read(tmp_path)

@@ -10,10 +10,11 @@ from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from esper.karn import colours, draw_growth, read_run
+from esper.karn import draw_growth, read_run
+from esper.karn.canvas import STAGES
 from esper.karn.state import Episode, RunState
 from esper.karn.timeline import STANDINGS, Mark, Span, choose_hosts, draw_host, marks_of, spans_of
-from esper.leyline import BadValueError, SeedStage, UnknownNameError
+from esper.leyline import SeedStage, StorageError, UnknownNameError
 
 
 def host(run: RunState, env: int) -> Episode:
@@ -31,15 +32,15 @@ def test_bars_and_marks(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path))
     own = [change for change in run.changes if change.env == 2]
     assert spans_of(own, run.steps) == [
-        Span("r1c0", SeedStage.GERMINATED, 2, 3, "depthwise"),
-        Span("r1c0", SeedStage.TRAINING, 3, 4, "depthwise"),
-        Span("r1c0", SeedStage.BLENDING, 4, 6, "depthwise"),
-        Span("r1c0", SeedStage.HOLDING, 6, 7, "depthwise"),
-        Span("r1c0", SeedStage.FOSSILIZED, 7, 8, "depthwise"),
+        Span("r1c0", SeedStage.GERMINATED, 2, 3),
+        Span("r1c0", SeedStage.TRAINING, 3, 4),
+        Span("r1c0", SeedStage.BLENDING, 4, 6),
+        Span("r1c0", SeedStage.HOLDING, 6, 7),
+        Span("r1c0", SeedStage.FOSSILIZED, 7, 8),
     ]
-    assert marks_of(own) == [Mark("r1c0", "birth", 2), Mark("r1c0", "commit", 7)]
+    assert marks_of(own) == [Mark("r1c0", "birth", 2, "depthwise"), Mark("r1c0", "commit", 7, "depthwise")]
     pruned = [change for change in run.changes if change.env == 1]
-    assert marks_of(pruned) == [Mark("r1c1", "birth", 0), Mark("r1c1", "cut", 4)]
+    assert marks_of(pruned) == [Mark("r1c1", "birth", 0, "norm"), Mark("r1c1", "cut", 4, "norm")]
 
 
 def test_what_takes_no_time_leaves_no_bar(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_what_takes_no_time_leaves_no_bar(tmp_path: Path) -> None:
         episode(0, 0, 1.0),
     ]
     run = read_run(write_run(tmp_path, [metrics(0)], events))
-    assert spans_of(run.changes, run.steps) == [Span("r1c0", SeedStage.GERMINATED, 7, 8, "norm")]
+    assert spans_of(run.changes, run.steps) == [Span("r1c0", SeedStage.GERMINATED, 7, 8)]
 
 
 def test_what_a_panic_puts_back_is_no_birth(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_what_a_panic_puts_back_is_no_birth(tmp_path: Path) -> None:
         ("PRUNED", 3, 4),
         ("GERMINATED", 4, 8),
     ]
-    assert marks_of(run.changes) == [Mark("r1c0", "birth", 0), Mark("r1c0", "cut", 3)]
+    assert marks_of(run.changes) == [Mark("r1c0", "birth", 0, "norm"), Mark("r1c0", "cut", 3, "norm")]
     for axis in draw_host(run, host(run, 0)).axes:
         assert [4, 4] in [points(line)[0] for line in axis.lines], "a line across, after the step"
 
@@ -100,12 +101,12 @@ def test_marks_stand_at_their_step(tmp_path: Path) -> None:
 
 def test_every_stage_has_its_colour(tmp_path: Path) -> None:
     """One per stage, all different, and bars wear them."""
-    assert len(set(colours.STAGES.values())) == len(SeedStage) - 1
+    assert len(set(STAGES.values())) == len(SeedStage) - 1
     run = read_run(write_run(tmp_path))
     below = draw_host(run, host(run, 2)).axes[1]
     worn = [to_hex(np.asarray(bars.get_facecolor())[0]) for bars in below.collections]
     stages = ["GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED"]
-    assert worn == [colours.STAGES[SeedStage[name]] for name in stages]
+    assert worn == [STAGES[SeedStage[name]] for name in stages]
 
 
 def test_without_curves(tmp_path: Path) -> None:
@@ -157,5 +158,5 @@ def test_picture_mistakes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with pytest.raises(UnknownNameError, match="unknown host 'luckiest'; allowed: best, median, worst"):
         draw_growth(run, tmp_path / "x.png", host="luckiest")  # type: ignore[arg-type]
-    with pytest.raises(BadValueError, match=r"nowhere/x.png cannot be written"):
+    with pytest.raises(StorageError, match=r"nowhere/x.png cannot be written"):
         draw_growth(run, tmp_path / "nowhere" / "x.png")

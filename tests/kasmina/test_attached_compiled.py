@@ -111,6 +111,7 @@ def test_torch_compile_serves_the_forward_pass(case: Case) -> None:
     assert compiled.losses(x, targets).keys() == {"main", case.first}
 
 
+@pytest.mark.slow
 def test_built_in_hosts_compile_the_same_way() -> None:
     torch.compiler.reset()
     model = MorphogeneticModel(CNNHost((4, 8), resolution=8, classes=4), config=AT_ONCE).eval()

@@ -29,6 +29,7 @@ network = grow(Foreign(), folder)
 """
 
 
+@pytest.mark.slow
 def test_an_attached_host_stays_the_users_module(tmp_path: Path) -> None:
     model = attached()
     plant(model, "stem", "depthwise", "gate")

@@ -156,6 +156,7 @@ for number in range(4):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_operation(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """SIGKILL, as often as it takes to get through: four runs, each ends as the one that was never killed."""
     folders = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]

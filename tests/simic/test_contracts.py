@@ -126,8 +126,8 @@ MAY_BE_ANY = {
     "Learned.act": "arrays of any kind of number",
     "Learned.load": "environments, as above",
     "learn": "environments, as above",
-    "Policy.act": "each policy has its own kind of memory",
-    "Policy.initial_memory": "likewise",
+    "Policy.act": "each policy has its own kind of state",
+    "Policy.initial_state": "likewise",
     "TamiyoRolloutBuffer.moved": "tensors, or named tuples of them",
     "load_agent": "dataclasses of the types that the caller names",
 }

@@ -142,7 +142,7 @@ def test_every_width_is_the_one_that_was_set(name: str) -> None:
             "slot_encoder.0.weight": (8, len(seen.slot) + 2 * len(seen.offer)),
             "slot_encoder.2.weight": (8, 8),
             "slot_attention.weight": (1, 8),
-            "slot_told.weight": (12, 8),
+            "slot_projection.weight": (12, 8),
             "heads.slot.weight": (8, 12),
             "heads.blueprint.names.weight": (seen.blueprints, 12),
             "heads.blueprint.columns.weight": (12, len(seen.offer)),
@@ -150,7 +150,7 @@ def test_every_width_is_the_one_that_was_set(name: str) -> None:
         }
     linear = [head for head in network.table.heads if head.kind == "linear"]
     expected |= {f"heads.{head.name}.weight": (head.size, 12) for head in linear}
-    expected |= {f"told.{head.name}.weight": (head.size, 12) for head in linear[:-1]}
+    expected |= {f"choice_embeddings.{head.name}.weight": (head.size, 12) for head in linear[:-1]}
     assert shapes == expected
 
 

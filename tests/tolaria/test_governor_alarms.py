@@ -156,6 +156,7 @@ def assert_no_alarm(task: Task, n: int) -> None:
     assert float(fleet.losses.mean()) < task.random_guess_loss
 
 
+@pytest.mark.slow
 @pytest.mark.requirement(95)
 @pytest.mark.parametrize("name", ["digits_blind", "digits"])
 def test_no_false_alarm(name: str) -> None:

@@ -1,72 +1,91 @@
-"""Figures of one style, as SVG for the page or as PNG. No window, no global figure: matplotlib's objects only."""
+"""Figures of one style, as SVG for the page or as PNG. No window, no global figure: matplotlib's objects only.
+
+Pictures are drawn with the light value of a colour; inside the page it becomes a CSS variable, so that one drawing
+serves light and dark pages. The hues are those of Okabe and Ito, which people with any kind of colour vision can tell
+apart.
+"""
 
 import io
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from esper.karn import colours
-from esper.karn.page import Markup
-from esper.leyline import BadValueError
+from esper.leyline import SeedStage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_VARIABLES = {colour.light: f"var(--{colour.name})" for colour in colours.ALL}
+PALETTE = {
+    "ink": ("#1b1f24", "#e6e9ec"),
+    "muted": ("#59636e", "#a3adb7"),
+    "faint": ("#d8dde2", "#39414a"),
+    "blue": ("#0072b2", "#5cb3ea"),
+    "vermilion": ("#c9500a", "#ff8f52"),
+    "green": ("#00865f", "#2fc596"),
+    "purple": ("#a8527f", "#dd93ba"),
+    "orange": ("#b87400", "#f2b04c"),
+    "sky": ("#3391c9", "#9ad4f7"),
+    "olive": ("#7d7300", "#e0d648"),
+    "grey": ("#7a828a", "#b8c0c8"),
+}
+"""Name → value on light pages, value on dark pages"""
+INK, MUTED, FAINT, *SERIES = (light for light, _ in PALETTE.values())
+BLUE, VERMILION, *_ = SERIES
+STAGES = {
+    SeedStage.GERMINATED: "#f0e442",
+    SeedStage.TRAINING: "#e69f00",
+    SeedStage.BLENDING: "#56b4e9",
+    SeedStage.HOLDING: "#0a6fae",
+    SeedStage.FOSSILIZED: "#009e73",
+    SeedStage.PRUNED: "#d55e00",
+    SeedStage.EMBARGOED: "#8c8c8c",
+    SeedStage.RESETTING: "#c4c4c4",
+}
+"""Bars of stages keep their colour on any page; an empty slot has none"""
+ON_BARS, AROUND = "#000000", "#ffffff"
+"""A line over a bar, and its rim"""
+_VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
+_STYLE: Any = {  # Any: some versions of matplotlib list every key as a type of its own
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.axisbelow": True,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset", "legend.frameon"), False),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "text.parse_math": False,  # a name with dollar signs is a name
+    **dict.fromkeys(("xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
+    "lines.linewidth": 1.6,
+    "svg.fonttype": "none",  # text stays text: small, searchable
+    "svg.hashsalt": "esper",  # the same run gives the same page
+}
+
+
+def _style() -> AbstractContextManager[None]:
+    import matplotlib
+
+    return matplotlib.rc_context(_STYLE)
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Everything that is drawn or saved inside looks alike."""
-    import matplotlib
-
-    ink, muted, faint = colours.INK.light, colours.MUTED.light, colours.FAINT.light
-    settings: Any = {  # Any: some versions of matplotlib list every key as a type of its own
-        "font.size": 9,
-        "font.family": "sans-serif",
-        "axes.titlesize": 9.5,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "axes.titlecolor": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": muted,
-        "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
-        "grid.color": faint,
-        "grid.linewidth": 0.7,
-        "text.color": ink,
-        "text.parse_math": False,  # a name with dollar signs is a name
-        "xtick.color": muted,
-        "ytick.color": muted,
-        "xtick.labelcolor": ink,
-        "ytick.labelcolor": ink,
-        "xtick.labelsize": 8,
-        "ytick.labelsize": 8,
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-        "lines.linewidth": 1.6,
-        "axes.formatter.useoffset": False,
-        "svg.fonttype": "none",  # text stays text: small, searchable
-        "svg.hashsalt": "esper",  # the same run gives the same page
-    }
-    with matplotlib.rc_context(settings):
-        yield
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches."""
+def new_figure(width: float, height: float) -> Iterator["Figure"]:
+    """An empty figure, in inches; what is drawn inside looks like all others."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    with _style():
+        yield Figure(figsize=(width, height), layout="constrained")
 
 
 def whole_ticks(axis: "Axes") -> None:
@@ -76,74 +95,31 @@ def whole_ticks(axis: "Axes") -> None:
     axis.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
 
 
-def log_scale(axis: "Axes") -> None:
-    """A logarithmic vertical axis with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def legend_above(axis: "Axes", inches: float) -> None:
-    """Between title and axes, where no line can pass under it; as many columns as fit into `inches`."""
-    handles, labels = axis.get_legend_handles_labels()
-    if len(labels) > 1:
-        letters = max(len(label) for label in labels) + 5  # the sign takes the room of five
-        columns = max(1, min(len(labels), int(15 * inches) // letters))
-        rows = -(-len(labels) // columns)
-        axis.set_title(axis.get_title(loc="left"), pad=6 + 12 * rows)
-        axis.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
-            handlelength=1.4, columnspacing=1.0, handletextpad=0.5, borderpad=0.2,
-        )  # fmt: skip
-
-
-def to_svg(figure: "Figure", name: str) -> Markup:
+def to_svg(figure: "Figure", name: str) -> str:
     """An `svg` element for the page: no outside address, ids that begin with `name`, colours that follow the page."""
     written = io.StringIO()
-    with style():
+    with _style():
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = written.getvalue()
     # What stands before the element names a definition on the web; its own attributes are sizes in points.
     head, body = text[text.index("<svg") :].split(">", 1)
-    box = re.search(r'viewBox="([^"]+)"', head)
-    assert box is not None
-    width = float(box[1].split()[2]) * 4 / 3
+    (box,) = re.findall(r'viewBox="([^"]+)"', head)
+    width = float(box.split()[2]) * 4 / 3
+    # Ids that nothing refers to are dropped, as other drawings may have them too.
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
-    tags = re.sub(r"<[^>]+>", lambda tag: _for_page(tag[0], name, used), body)
-    return Markup(
-        f'<svg viewBox="{box[1]}" style="width:{width:.0f}px" role="img" aria-labelledby="{name}-caption">'
-        + tags.strip()
-    )
 
+    def for_page(match: re.Match[str]) -> str:
+        tag = re.sub(r' id="([^"]+)"', lambda id_: f' id="{name}-{id_[1]}"' if id_[1] in used else "", match[0])
+        tag = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", tag)
+        return re.sub(r"(?<=: )#[0-9a-f]{6}", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
 
-def _for_page(tag: str, name: str, used: set[str]) -> str:
-    """One tag of a drawing; ids that nothing refers to are dropped, as other drawings may have them too."""
-    tag = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", tag)
-    tag = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", tag)
-    return re.sub(
-        r"(fill|stroke): (#[0-9a-f]{6})", lambda found: f"{found[1]}: {_VARIABLES.get(found[2], found[2])}", tag
-    )
+    body = re.sub(r"<[^>]+>", for_page, body).strip()
+    return f'<svg viewBox="{box}" style="width:{width:.0f}px" role="img" aria-labelledby="{name}-caption">{body}'
 
 
 def to_png(figure: "Figure", pixels: int) -> bytes:
     """A picture on white, `pixels` wide."""
     written = io.BytesIO()
-    with style():
+    with _style():
         figure.savefig(written, format="png", dpi=pixels / figure.get_figwidth(), facecolor="white")
     return written.getvalue()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is never seen half written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            beside.write_bytes(content)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise BadValueError(f"{path} cannot be written: {error}") from error

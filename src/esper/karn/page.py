@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from esper.karn import colours
+from esper.karn.canvas import PALETTE, to_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Markup(str):
@@ -14,34 +17,15 @@ class Markup(str):
 
 
 def element(tag: str, *children: str, **attributes: str) -> Markup:
-    """`<tag attributes>children</tag>`; `class_` and `for_` lose their last letter."""
-    named = "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"' for name, value in attributes.items())
-    return Markup(f"<{tag}{named}>{join(children)}</{tag}>")
+    """`<tag attributes>children</tag>`; `class_` loses its last letter."""
+    named = "".join(f' {name.rstrip("_")}="{escape(value)}"' for name, value in attributes.items())
+    inside = "".join(child if isinstance(child, Markup) else escape(child) for child in children)
+    return Markup(f"<{tag}{named}>{inside}</{tag}>")
 
 
-def join(parts: Iterable[str]) -> Markup:
-    """One after the other; what is no markup is escaped."""
-    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
-
-
-def section(name: str, title: str, *parts: str) -> Markup:
-    """A part of the page with a heading that can be linked to."""
-    return element("section", element("h2", title), *parts, id=name)
-
-
-def paragraph(*parts: str, class_: str = "") -> Markup:
-    """A paragraph."""
-    return element("p", *parts, **({"class_": class_} if class_ else {}))
-
-
-def picture(name: str, drawing: Markup, caption: str) -> Markup:
-    """A drawing over the sentence that says what is seen; `name` is the one that the drawing was saved with."""
-    return element("figure", drawing, element("figcaption", caption, id=f"{name}-caption"))
-
-
-def gallery(pictures: Iterable[Markup], columns: Literal["two", "three"] = "three") -> Markup:
-    """Pictures side by side, as many per line as the window holds."""
-    return element("div", *pictures, class_=f"gallery {columns}")
+def picture(name: str, figure: "Figure", caption: str) -> Markup:
+    """A drawing over the sentence that says what is seen; `name` is the beginning of its ids."""
+    return element("figure", Markup(to_svg(figure, name)), element("figcaption", caption, id=f"{name}-caption"))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> Markup:
@@ -54,42 +38,28 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> M
     return element("div", filled, class_="wide")
 
 
-def folded(title: str, *parts: str) -> Markup:
+def folded(title: str, part: str) -> Markup:
     """What only some readers want to see."""
-    return element("details", element("summary", title), *parts)
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> Markup:
-    """(colour, meaning) as swatches in a line."""
-    keys = [
-        element("span", element("i", style=f"background:{colour}"), meaning, class_="key")
-        for colour, meaning in entries
-    ]
-    return element("p", *keys, class_="legend")
+    return element("details", element("summary", title), part)
 
 
 def page(title: str, *parts: str) -> str:
     """The whole document: it loads nothing from anywhere."""
+    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PALETTE.items()) for i in (0, 1))
+    colours = (
+        f":root{{color-scheme:light dark;--paper:#ffffff;--panel:#f6f8fa;{light}}}\n"
+        # Paper is white, whatever the screen is.
+        f"@media screen and (prefers-color-scheme:dark){{:root{{--paper:#14181d;--panel:#1d232a;{dark}}}}}\n"
+    )
     head = element(
         "head",
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
         element("title", title),
-        element("style", Markup(_css())),
+        element("style", Markup(colours + _RULES)),
     )
-    body = element("body", element("main", *parts))
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
-
-
-def _css() -> str:
-    light = "".join(f"--{colour.name}:{colour.light};" for colour in colours.ALL)
-    dark = "".join(f"--{colour.name}:{colour.dark};" for colour in colours.ALL)
-    return (
-        f":root{{color-scheme:light dark;--paper:#ffffff;--panel:#f6f8fa;{light}}}\n"
-        # Paper is white, whatever the screen is.
-        f"@media screen and (prefers-color-scheme:dark){{:root{{--paper:#14181d;--panel:#1d232a;{dark}}}}}\n" + _RULES
-    )
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', *parts)), lang='en')}\n"
 
 
 _RULES = """

@@ -10,16 +10,18 @@ from itertools import cycle
 from statistics import quantiles
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from esper.karn import colours
-from esper.karn.canvas import legend_above, log_scale, new_figure, style, whole_ticks
+from esper.karn.canvas import MUTED, SERIES, new_figure, whole_ticks
 from esper.karn.state import RunState
 from esper.leyline import LifecycleOp
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Band = Literal["hosts", "share"]
 """Behind a line: the middle half of the hosts, or one standard error of a share of hosts."""
+Line = tuple[str, list[float | None], str]
+"""Label, values over rounds, and colour."""
 
 
 class Panel(NamedTuple):
@@ -49,80 +51,44 @@ LEARNING = (
     _learning("added_parameters", "Added parameters", "parameters per host", "hosts"),
     _learning("committed", "Hosts with a committed seed", "share of hosts", "share"),
 )
+OPS = Panel("Decisions by op", (), "Share of each op among all decisions of a round.", "% of decisions", width=10)
 HEALTH = (
-    Panel(
-        "KL of the joint action",
-        ("ppo/approx_kl", "ppo/max_kl", "ppo/head_kl_mean"),
-        "How far an update moved the policy. The dotted line is the target; at 1.5 times it the update stops.",
-    ),
+    Panel("KL of the joint action", ("ppo/approx_kl", "ppo/max_kl", "ppo/head_kl_mean"),
+          "How far an update moved the policy. The dotted line is the target; at 1.5 times it the update stops."),
     Panel("KL per head", ("ppo/*/kl",), "Which part of the decision moved."),
-    Panel(
-        "Clip fraction",
-        ("ppo/clip_fraction", "ppo/*/clip_fraction"),
-        "Share of decisions whose ratio left the clip range. Much above 0.2 the steps are too large.",
-    ),
-    Panel(
-        "Entropy",
-        ("ppo/entropy", "ppo/*/entropy"),
-        "1 is a fair choice among legal actions, 0 a certain one, over the steps that used the head.",
-    ),
-    Panel(
-        "Explained variance",
-        ("ppo/explained_variance",),
-        "1: the critic foresees all of the return. 0: it is as good as the mean.",
-    ),
+    Panel("Clip fraction", ("ppo/clip_fraction", "ppo/*/clip_fraction"),
+          "Share of decisions whose ratio left the clip range. Much above 0.2 the steps are too large."),
+    Panel("Entropy", ("ppo/entropy", "ppo/*/entropy"),
+          "1 is a fair choice among legal actions, 0 a certain one, over the steps that used the head."),
+    Panel("Explained variance", ("ppo/explained_variance",),
+          "1: the critic foresees all of the return. 0: it is as good as the mean."),
     Panel("Value loss", ("ppo/value_loss",), "Squared error of normalised returns."),
     Panel("Policy loss", ("ppo/policy_loss",), "The clipped surrogate. Its size says little; a jump matters."),
-    Panel(
-        "Gradient norms",
-        ("ppo/pre_clip_grad_norm", "ppo/*/grad_norm"),
-        "Before clipping: the largest of all weights together, and of each head's own, mean over minibatches.",
-        log=True,
-    ),
+    Panel("Gradient norms", ("ppo/pre_clip_grad_norm", "ppo/*/grad_norm"),
+          "Before clipping: the largest of all weights together, and of each head's own, mean over minibatches.",
+          log=True),
     Panel("Clip factor", ("ppo/clip_factor",), "The factor of gradient clipping. 1: nothing was clipped."),
-    Panel(
-        "Ratio of the joint action",
-        ("ppo/joint_ratio_max", "ppo/joint_ratio_min"),
-        "New over old probability of a decision, its extremes.",
-        log=True,
-    ),
-    Panel(
-        "Returns and values",
-        ("ppo/return_mean", "ppo/value_mean", "ppo/return_std"),
-        "Returns in points, and what the critic expected.",
-    ),
-    Panel(
-        "Advantages",
-        ("ppo/advantage_mean", "ppo/advantage_std"),
-        "Before standardising, over steps with a choice.",
-    ),
+    Panel("Ratio of the joint action", ("ppo/joint_ratio_max", "ppo/joint_ratio_min"),
+          "New over old probability of a decision, its extremes.", log=True),
+    Panel("Returns and values", ("ppo/return_mean", "ppo/value_mean", "ppo/return_std"),
+          "Returns in points, and what the critic expected."),
+    Panel("Advantages", ("ppo/advantage_mean", "ppo/advantage_std"),
+          "Before standardising, over steps with a choice."),
     Panel("Logit spread", ("ppo/logit_spread",), "How decided the heads are, before masks."),
-    Panel(
-        "What heads learn from",
-        ("ppo/*/learnable_fraction", "ppo/forced_fraction"),
-        "Share of steps that taught a head, and share of steps with one legal action.",
-    ),
-    Panel(
-        "Exploration",
-        ("ppo/epsilon", "ppo/entropy_coefficient"),
-        "Schedules: uniform share of actions, weight of entropy.",
-    ),
+    Panel("What heads learn from", ("ppo/*/learnable_fraction", "ppo/forced_fraction"),
+          "Share of steps that taught a head, and share of steps with one legal action."),
+    Panel("Exploration", ("ppo/epsilon", "ppo/entropy_coefficient"),
+          "Schedules: uniform share of actions, weight of entropy."),
     Panel("Learning rate", ("ppo/rate",), "The optimiser's step size."),
-    Panel(
-        "Behaviour gap",
-        ("ppo/behaviour_gap",),
-        "Largest difference between a log-probability collected and recomputed. Above 1e-3 something is wrong.",
-    ),
-    Panel(
-        "Work of an update",
-        ("ppo/minibatches_taken", "ppo/epochs_run", "ppo/minibatches_not_finite"),
-        "Fewer than planned: the KL stopped it.",
-    ),
+    Panel("Behaviour gap", ("ppo/behaviour_gap",),
+          "Largest difference between a log-probability collected and recomputed. Above 1e-3 something is wrong."),
+    Panel("Work of an update", ("ppo/minibatches_taken", "ppo/epochs_run", "ppo/minibatches_not_finite"),
+          "Fewer than planned: the KL stopped it."),
     Panel("Stopped by KL", ("ppo/stopped_by_kl",), "1: the KL stopped the update before its last minibatch."),
     Panel("Reward by part", ("reward/*",), "Sum over an episode, mean over hosts, in points."),
     Panel("Panics", ("panics",), "Hosts that the governor restored."),
     Panel("Time", ("timing/*",), "Seconds that each part of a round took."),
-)
+)  # fmt: skip
 ROUNDING = 1e-6
 """What changes by less over a run did not change"""
 ELSEWHERE = ("objective", "objective_std", "gain", "accuracy", "added_parameters", "committed")
@@ -131,55 +97,44 @@ ELSEWHERE = ("objective", "objective_std", "gain", "accuracy", "added_parameters
 
 def columns_of(run: RunState, panel: Panel) -> list[str]:
     """The columns that the run has for a panel, in the order of its patterns."""
-    names: dict[str, None] = {}
-    for pattern in panel.patterns:
-        wanted = re.compile(re.escape(pattern).replace(r"\*", "[^/]+"))
-        names |= dict.fromkeys(name for name in run.column_names if wanted.fullmatch(name))
-    return list(names)
+    patterns = [re.escape(pattern).replace(r"\*", "[^/]+") for pattern in panel.patterns]
+    names = (name for pattern in patterns for name in run.column_names if re.fullmatch(pattern, name))
+    return list(dict.fromkeys(names))
 
 
-def health_panels(run: RunState) -> tuple[list[tuple[Panel, list[str]]], list[tuple[str, float]]]:
-    """Panels with their columns, and the columns that never changed with their values."""
-    constant = {name: value for name in run.column_names if (value := _constant(run, name)) is not None}
-    drawn = []
-    covered: set[str] = set(ELSEWHERE)
-    for panel in HEALTH:
-        columns = columns_of(run, panel)
-        covered |= set(columns)
-        if not all(name in constant for name in columns):
-            drawn.append((panel, columns))
-    others = [name for name in run.column_names if name not in covered and name not in constant]
-    drawn += [(Panel(name, (name,), f"The column {name} of the metrics."), [name]) for name in others]
-    shown = {name for _, columns in drawn for name in columns}
-    return drawn, [(name, value) for name, value in constant.items() if name not in shown and name not in ELSEWHERE]
+def health_panels(run: RunState) -> tuple[list[Panel], dict[str, float]]:
+    """The panels to draw, and the columns that never changed with their values."""
+    values = {name: _constant(run, name) for name in run.column_names if name not in ELSEWHERE}
+    columns = {panel: columns_of(run, panel) for panel in HEALTH}
+    drawn = [panel for panel, names in columns.items() if any(values[name] is None for name in names)]
+    covered = {name for names in columns.values() for name in names}
+    others = [name for name, value in values.items() if name not in covered and value is None]
+    drawn += [Panel(name, (name,), f"The column {name} of the metrics.") for name in others]
+    shown = {name for panel in drawn for name in columns.get(panel, [])}
+    return drawn, {name: value for name, value in values.items() if value is not None and name not in shown}
 
 
 def _constant(run: RunState, name: str) -> float | None:
     """The last value of a column that is the same in all of several rounds, up to rounding."""
     values = [value for value in run.series(name) if value is not None]
-    if len(values) < len(run.rounds) or len(values) < 2:
+    if len(values) < max(2, len(run.rounds)):
         return None
     return values[-1] if max(values) - min(values) <= ROUNDING * max(1.0, abs(values[-1])) else None
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
-Line = tuple[str, list[float | None], colours.Colour]
-"""Label, values over rounds, colour."""
 
-
-def draw_panel(run: RunState, panel: Panel, columns: list[str] | None = None) -> "Figure":
-    """One panel, a line per column; of several tasks, a learning curve has a line per task and no band."""
-    columns = columns_of(run, panel) if columns is None else columns
-    tasks = run.tasks if panel.band else []
-    if tasks:
-        names = [f"tasks/{task}/{column}" for task in tasks for column in columns]
-        lines: list[Line] = list(zip(tasks, map(run.series, names), cycle(colours.SERIES), strict=False))
-    else:
-        lines = [(short_name(name), run.series(name), _colour(run, columns, name)) for name in columns]
+def draw_panel(run: RunState, panel: Panel) -> "Figure":
+    """A line per column; of several tasks, a learning curve has a line per task and no band."""
+    columns = columns_of(run, panel)
+    if panel.band and run.tasks:
+        series = [run.series(f"tasks/{task}/{columns[0]}") for task in run.tasks]
+        return _draw_lines(run, panel, list(zip(run.tasks, series, cycle(SERIES), strict=False)))
+    lines = [(short_name(name), run.series(name), _colour(run, columns, name)) for name in columns]
+    band = _band(run, columns[0], panel.band) if panel.band else None
     target = run.setting("ppo", "target_kl") if "ppo/approx_kl" in columns else None
-    band = _band(run, columns[0], panel.band) if panel.band and not tasks else None
-    return draw_lines(run, panel, lines, band=band, target=target if isinstance(target, int | float) else None)
+    return _draw_lines(run, panel, lines, band, target if isinstance(target, int | float) else None)
 
 
 def draw_ops(run: RunState) -> "Figure":
@@ -187,45 +142,65 @@ def draw_ops(run: RunState) -> "Figure":
     totals = [max(1, sum(entry.ops.values())) for entry in run.rounds]
     lines: list[Line] = [
         (op.lower(), [100 * entry.ops.get(op, 0) / n for entry, n in zip(run.rounds, totals, strict=True)], colour)
-        for op, colour in zip(ops_of(run), colours.SERIES, strict=False)
+        for op, colour in zip(ops_of(run), SERIES, strict=False)
     ]
-    panel = Panel("Decisions by op", (), "Share of each op among all decisions of a round.", "% of decisions", width=10)
-    figure = draw_lines(run, panel, lines)
+    figure = _draw_lines(run, OPS, lines)
     figure.axes[0].set_ylim(bottom=0)
     return figure
 
 
-def draw_lines(
+def _draw_lines(
     run: RunState,
     panel: Panel,
     lines: list[Line],
-    *,
-    band: tuple[list[float | None], list[float | None]] | None = None,
+    band: list[tuple[float | None, float | None]] | None = None,
     target: float | None = None,
 ) -> "Figure":
     """Lines over rounds, with a band behind the first and a dotted line at a target."""
     rounds = [entry.number for entry in run.rounds]
-    with style():
-        figure = new_figure(panel.width, 2.5 if panel.width < 4 else 2.8)
+    with new_figure(panel.width, 2.5 if panel.width < 4 else 2.8) as figure:
         axis = figure.subplots()
         if band is not None:
-            low, high = map(gaps, band)
-            axis.fill_between(rounds, low, high, color=lines[0][2].light, alpha=0.18, linewidth=0)
+            low, high = (gaps(list(ends)) for ends in zip(*band, strict=True))
+            axis.fill_between(rounds, low, high, color=lines[0][2], alpha=0.18, linewidth=0)
         for label, values, colour in lines:
-            axis.plot(rounds, gaps(values), color=colour.light, marker="o", markersize=2.8, label=label)
+            axis.plot(rounds, gaps(values), color=colour, marker="o", markersize=2.8, label=label)
         if panel.log and all(value > 0 for _, values, _ in lines for value in values if value is not None):
-            log_scale(axis)
+            _log_scale(axis)
         for height in [0.0] * panel.zero + ([] if target is None else [target]):
-            axis.axhline(height, color=colours.MUTED.light, linewidth=0.9, linestyle=":")
+            axis.axhline(height, color=MUTED, linewidth=0.9, linestyle=":")
         axis.set(title=panel.title, ylabel=panel.unit, xlabel="round")
         axis.grid(axis="y")
         whole_ticks(axis)
-        legend_above(axis, panel.width)
+        _legend_above(axis, panel.width)
     return figure
 
 
-def _band(run: RunState, column: str, band: Band) -> tuple[list[float | None], list[float | None]]:
-    """Lower and upper ends over rounds; None where a round has no episodes or no such number."""
+def _log_scale(axis: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend_above(axis: "Axes", inches: float) -> None:
+    """Between title and axes, where no line can pass under it; as many columns as fit into `inches`."""
+    _, labels = axis.get_legend_handles_labels()
+    if len(labels) > 1:
+        letters = max(len(label) for label in labels) + 5  # the sign takes the room of five
+        columns = max(1, min(len(labels), int(15 * inches) // letters))
+        rows = -(-len(labels) // columns)
+        axis.set_title(axis.get_title(loc="left"), pad=6 + 12 * rows)
+        axis.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, handlelength=1.4,
+            columnspacing=1.0, handletextpad=0.5, borderpad=0.2,
+        )  # fmt: skip
+
+
+def _band(run: RunState, column: str, band: Band) -> list[tuple[float | None, float | None]]:
+    """Lower and upper end of every round; None where a round has no episodes or no such number."""
     ends: list[tuple[float | None, float | None]] = []
     for entry, value in zip(run.rounds, run.series(column), strict=True):
         episodes = run.episodes.get(entry.number, [])
@@ -236,7 +211,7 @@ def _band(run: RunState, column: str, band: Band) -> tuple[list[float | None], l
         else:
             error = (max(0.0, value * (1 - value)) / len(episodes)) ** 0.5
             ends.append((max(0.0, value - error), min(1.0, value + error)))
-    return [low for low, _ in ends], [high for _, high in ends]
+    return ends
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
@@ -252,16 +227,15 @@ def gaps(values: list[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 
-def _colour(run: RunState, columns: list[str], name: str) -> colours.Colour:
+def _colour(run: RunState, columns: list[str], name: str) -> str:
     """A head has the same colour in every panel; a figure of all heads together is muted beside them."""
-    heads = list(dict.fromkeys(column.split("/")[1] for column in run.column_names if _is_of_head(column)))
+    index = columns.index(name)
     if _is_of_head(name):
+        heads = list(dict.fromkeys(column.split("/")[1] for column in run.column_names if _is_of_head(column)))
         index = heads.index(name.split("/")[1])
-    elif any(_is_of_head(column) for column in columns):
-        return colours.MUTED
-    else:
-        index = columns.index(name)
-    return colours.SERIES[index % len(colours.SERIES)]
+    elif any(map(_is_of_head, columns)):
+        return MUTED
+    return SERIES[index % len(SERIES)]
 
 
 def _is_of_head(column: str) -> bool:
@@ -288,20 +262,18 @@ def ops_of(run: RunState) -> list[str]:
     return known + sorted(used - set(known))
 
 
-def germinations(run: RunState) -> list[Counter[str]]:
-    """Per round, `slot/blueprint` → germinations."""
-    return [Counter(entry.germinated) for entry in run.rounds]
-
-
-def commits(run: RunState) -> list[Counter[str]]:
-    """Per round, `slot/blueprint` → committed seeds."""
-    by_round = run.commits
-    return [Counter(f"{c.slot}/{c.blueprint}" for c in by_round.get(entry.number, [])) for entry in run.rounds]
+def _seed_counts(run: RunState) -> dict[str, list[Counter[str]]]:
+    """Germinations and commits: per round, `slot/blueprint` → how many."""
+    commits = run.commits
+    return {
+        "Germinations": [Counter(entry.germinated) for entry in run.rounds],
+        "Commits": [Counter(f"{c.slot}/{c.blueprint}" for c in commits.get(entry.number, [])) for entry in run.rounds],
+    }
 
 
 def rows_of(run: RunState) -> list[str]:
     """The kinds of seed that the maps show, by slot; the rarest share the last row."""
-    total = sum(germinations(run) + commits(run), Counter())
+    total = sum((counts for rounds in _seed_counts(run).values() for counts in rounds), Counter[str]())
     names = [name for name, _ in total.most_common(MOST_ROWS if len(total) <= MOST_ROWS else MOST_ROWS - 1)]
     slots = {slot: index for index, slot in enumerate(run.slots)}
     names.sort(key=lambda name: (slots.get(name.split("/")[0], len(slots)), name))
@@ -318,14 +290,14 @@ def draw_decisions(run: RunState) -> "Figure":
     # Without its darkest quarter, which a dark page would swallow.
     shading = ListedColormap(colormaps["viridis"](np.linspace(0.25, 1.0, 64)))
     hosts = [max(1, len(run.episodes.get(entry.number, []))) for entry in run.rounds]
-    with style():
-        figure = new_figure(10.0, 1.5 + 0.19 * len(rows))
+    edges = (run.rounds[0].number - 0.5, run.rounds[-1].number + 0.5, len(rows) - 0.5, -0.5)
+    with new_figure(10.0, 1.5 + 0.19 * len(rows)) as figure:
         axes = figure.subplots(1, 2, sharey=True)
-        maps = (("Germinations", germinations(run)), ("Commits", commits(run)))
-        for axis, (title, counted) in zip(axes, maps, strict=True):
-            cells = [[_share(counts, row, rows, n) for counts, n in zip(counted, hosts, strict=True)] for row in rows]
+        for axis, (title, rounds) in zip(axes, _seed_counts(run).items(), strict=True):
+            for counts in rounds:
+                counts[OTHERS] = counts.total() - sum(counts[row] for row in rows)
+            cells = [[counts[row] / n for counts, n in zip(rounds, hosts, strict=True)] for row in rows]
             shades = np.ma.masked_equal(np.array(cells), 0.0)  # never: the page shows through
-            edges = (run.rounds[0].number - 0.5, run.rounds[-1].number + 0.5, len(rows) - 0.5, -0.5)
             image = axis.imshow(shades, aspect="auto", interpolation="none", extent=edges, cmap=shading, vmin=0)
             axis.set(title=title, xlabel="round")
             axis.set_yticks(range(len(rows)), rows)
@@ -335,9 +307,3 @@ def draw_decisions(run: RunState) -> "Figure":
             bar.set_label("per host")
             bar.outline.set_visible(False)
     return figure
-
-
-def _share(counts: Counter[str], row: str, rows: list[str], hosts: int) -> float:
-    if row == OTHERS:
-        return sum(count for name, count in counts.items() if name not in rows) / hosts
-    return counts[row] / hosts

@@ -1,19 +1,22 @@
 """`esper report`: a run folder as one page that needs nothing else."""
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from esper.karn import panels, timeline
-from esper.karn.canvas import to_svg, write_whole
+from esper.karn import panels
+from esper.karn.canvas import STAGES
 from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
-from esper.karn.page import Markup, element, folded, gallery, legend, page, paragraph, picture, section, table
-from esper.karn.state import Commit, Episode, Round, RunState, read_run
-from esper.karn.timeline import STANDINGS, marks_of, rank_at
+from esper.karn.page import Markup, element, folded, page, picture, table
+from esper.karn.state import Episode, Round, RunState, read_run
+from esper.karn.timeline import STANDINGS, choose_hosts, draw_host, marks_of, rank_at
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
+from esper.leyline.records import Json
+from esper.storage.files import replace_file
 
 SECTIONS = {
     "summary": "What was learned",
@@ -45,38 +48,32 @@ def write_report(
     if target.is_dir() or not target.resolve().parent.is_dir():
         raise BadValueError(f"{target} cannot be written: it is a folder, or its folder does not exist")
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
-    read = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
-    write_whole(target, build_page(run, read, hosts).encode())
+    compared = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
+    contents = (
+        _summary(run), _growth(run, hosts), _policies(compared), _learning(run), _decisions(run), _health(run),
+    )  # fmt: skip
+    sections = [
+        element("section", element("h2", heading), *parts, id=name)
+        for (name, heading), parts in zip(SECTIONS.items(), contents, strict=True)
+    ]
+    title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
+    links = [element("a", heading, href=f"#{name}") for name, heading in SECTIONS.items()]
+    header = element("header", element("h1", title), element("nav", *links))
+    replace_file(target, page(title, header, *sections))
     return target
 
 
-def build_page(run: RunState, evaluations: Sequence[Evaluation], hosts: int) -> str:
-    """The whole page."""
-    title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
-    links = [element("a", name, href=f"#{key}") for key, name in SECTIONS.items()]
-    return page(
-        title,
-        element("header", element("h1", title), element("nav", *links)),
-        _summary(run),
-        _growth(run, hosts),
-        _policies(evaluations),
-        _learning(run),
-        _decisions(run),
-        _health(run),
-    )
+def _note(*parts: str) -> Markup:
+    return element("p", *parts, class_="note")
 
 
-def _section(name: str, *parts: str) -> Markup:
-    return section(name, SECTIONS[name], *parts)
-
-
-def _summary(run: RunState) -> Markup:
+def _summary(run: RunState) -> list[Markup]:
     facts = {
         "run": str(run.path),
         "task": run.setting("task"),
         "seed": run.setting("seed"),
         "rounds": f"{len(run.rounds)} complete of {run.setting('rounds')}",
-        "hosts per round": _present("{0}, controls included; {1} beside each control", run, "hosts", "members"),
+        "hosts per round": _present("{0}, controls included; {1} beside each control", run.config, "hosts", "members"),
         "steps per episode": run.steps,
         "heads and ops": run.setting("preset"),
         "sensing of empty slots": {"True": "on", "False": "off"}.get(str(run.setting("sensing"))),
@@ -94,111 +91,94 @@ def _summary(run: RunState) -> Markup:
         part for name, value in facts.items() if value is not None
         for part in (element("dt", name), element("dd", str(value)))
     ]  # fmt: skip
-    return _section(
-        "summary",
-        paragraph(" ".join(what_was_learned(run)), class_="lead"),
+    return [
+        element("p", " ".join(what_was_learned(run)), class_="lead"),
         element("dl", *entries),
         folded("The whole configuration", element("pre", json.dumps(run.config, indent=1, ensure_ascii=False))),
-    )
-
-
-def _present(sentence: str, of: object, *keys: str) -> str | None:
-    """A sentence with values of the configuration; None where one of them is not recorded."""
-    source = of.config if isinstance(of, RunState) else of
-    if not isinstance(source, dict) or any(key not in source for key in keys):
-        return None
-    return sentence.format(*(source[key] for key in keys))
-
-
-def _growth(run: RunState, hosts: int) -> Markup:
-    chosen = timeline.choose_hosts(run.episodes[run.shown], hosts)
-    pictures = [
-        picture(f"host{index}", to_svg(timeline.draw_host(run, episode), f"host{index}"), life_of(run, rank, episode))
-        for index, (rank, episode) in enumerate(chosen)
     ]
-    return _section(
-        "growth",
-        paragraph(
+
+
+def _present(sentence: str, settings: Json, *keys: str) -> str | None:
+    """A sentence with values of the configuration; None where one of them is not recorded."""
+    if not isinstance(settings, dict) or any(key not in settings for key in keys):
+        return None
+    return sentence.format(*(settings[key] for key in keys))
+
+
+def _growth(run: RunState, hosts: int) -> list[Markup]:
+    swatches = [
+        element("span", element("i", style=f"background:{colour}"), stage.name.lower(), class_="key")
+        for stage, colour in STAGES.items()
+    ]
+    return [
+        element(
+            "p",
             f"Hosts of round {run.shown}. Bars are the stages of each slot; the black line inside a bar is alpha, from"
             " 0 at its lower edge to 1 at its upper one. ▲ a seed is germinated, ★ committed, ✖ cut; a dashed line"
-            " across is a panic, after which the host went back to its snapshot. A control began alike and never grew."
+            " across is a panic, after which the host went back to its snapshot. A control began alike and never grew.",
         ),
-        legend(timeline.stage_legend()),
-        *pictures,
-    )
+        element("p", *swatches, class_="legend"),
+        *(
+            picture(f"host{index}", draw_host(run, episode), _life(run, rank, episode))
+            for index, (rank, episode) in enumerate(choose_hosts(run.episodes[run.shown], hosts))
+        ),
+    ]
 
 
-def _policies(evaluations: Sequence[Evaluation]) -> Markup:
-    if not evaluations:
-        return _section(
-            "policies",
-            paragraph(
-                "No evaluation was given. ",
-                element("code", "esper evaluate --policies RUN,heuristic,random,wait --json RUN/evaluation.json"),
-                " compares this run with rules on hosts that none of them has seen; the next report then shows it.",
-                class_="note",
-            ),
-        )
-    parts = [part for index, each in enumerate(evaluations) for part in evaluation_section(each, f"policies{index}")]
-    return _section("policies", *parts)
+def _policies(evaluations: list[Evaluation]) -> list[Markup]:
+    if evaluations:
+        return [part for index, each in enumerate(evaluations) for part in evaluation_section(each, f"policies{index}")]
+    command = "esper evaluate --policies RUN,heuristic,random,wait --json RUN/evaluation.json"
+    remedy = " compares this run with rules on hosts that none of them has seen; the next report then shows it."
+    return [_note("No evaluation was given. ", element("code", command), remedy)]
 
 
-def _learning(run: RunState) -> Markup:
+def _learning(run: RunState) -> list[Markup]:
     pictures = [
-        _panel(run, panel, panel.patterns[0])
+        picture(panel.patterns[0], panels.draw_panel(run, panel), panel.meaning)
         for panel in panels.LEARNING
-        if any(value is not None for value in run.series(panel.patterns[0]))
+        if panels.columns_of(run, panel)
     ]
     formats = {
         "objective": "+.2f", "objective_std": ".2f", "gain": "+.2f", "accuracy": ".2f", "added_parameters": ".1f",
         "committed": ".2f", "panics": ".0f",
     }  # fmt: skip
-    names = [name for name in formats if name in run.column_names]
+    shown = {name: form for name, form in formats.items() if name in run.column_names}
     rows = [
         (
             str(entry.number),
-            *(f"{entry.columns[name]:{formats[name]}}" if name in entry.columns else "–" for name in names),
+            *(f"{entry.columns[name]:{form}}" if name in entry.columns else "–" for name, form in shown.items()),
         )
         for entry in run.rounds
     ]
-    head = ("round", *(name.replace("_", " ") for name in names))
-    return _section(
-        "learning",
-        gallery(pictures, "two"),
-        folded("Numbers of every round", table(head, rows, "Means over the hosts of a round; points and percent.")),
-    )
+    head = ("round", *(name.replace("_", " ") for name in shown))
+    numbers = table(head, rows, "Means over the hosts of a round; points and percent.")
+    return [element("div", *pictures, class_="gallery two"), folded("Numbers of every round", numbers)]
 
 
-def _panel(run: RunState, panel: panels.Panel, name: str, columns: list[str] | None = None) -> Markup:
-    return picture(name, to_svg(panels.draw_panel(run, panel, columns), name), panel.meaning)
-
-
-def _decisions(run: RunState) -> Markup:
-    parts = []
+def _decisions(run: RunState) -> list[Markup]:
+    parts = [_note("No seed was germinated in any round.")]
     if panels.rows_of(run):
-        text = (
+        caption = (
             "How often a host germinated a seed of a kind (left) and committed one (right), round by round: the lighter"
             " the more, blank is never."
         )
-        parts.append(picture("seeds", to_svg(panels.draw_decisions(run), "seeds"), text))
-    else:
-        parts.append(paragraph("No seed was germinated in any round.", class_="note"))
+        parts = [picture("seeds", panels.draw_decisions(run), caption)]
     if panels.ops_of(run):
-        text = "Share of each op among all decisions of a round."
-        parts.append(picture("ops", to_svg(panels.draw_ops(run), "ops"), text))
-    return _section("decisions", *parts)
+        parts.append(picture("ops", panels.draw_ops(run), panels.OPS.meaning))
+    return parts
 
 
-def _health(run: RunState) -> Markup:
+def _health(run: RunState) -> list[Markup]:
     drawn, constant = panels.health_panels(run)
-    pictures = [_panel(run, panel, f"health{index}", columns) for index, (panel, columns) in enumerate(drawn)]
-    parts: list[Markup] = [gallery(pictures)] if pictures else []
+    pictures = [
+        picture(f"health{index}", panels.draw_panel(run, panel), panel.meaning) for index, panel in enumerate(drawn)
+    ]
+    parts = [element("div", *pictures, class_="gallery three")] if pictures else []
     if constant:
-        listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant)
-        parts.append(paragraph(f"The same in every round, to a millionth: {listed}.", class_="note"))
-    if not parts:
-        parts.append(paragraph("The metrics of this run have no columns of the learner.", class_="note"))
-    return _section("health", *parts)
+        listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant.items())
+        parts.append(_note(f"The same in every round, to a millionth: {listed}."))
+    return parts or [_note("The metrics of this run have no columns of the learner.")]
 
 
 # -- the run in words -------------------------------------------------------------------------------------------------
@@ -213,60 +193,46 @@ def ends_of(run: RunState) -> tuple[list[Round], list[Round]]:
 def what_was_learned(run: RunState) -> list[str]:
     """A paragraph of sentences."""
     first, last = ends_of(run)
-    sentences = [_commits(run, last), _objective(run, first, last)]
-    added = _means(first, "added_parameters"), _means(last, "added_parameters")
-    shares = _means(first, "committed"), _means(last, "committed")
-    if added[1] is not None and shares[1] is not None:
+    begin, end = _span(first), _span(last)
+    sentences = [f"No seed was committed in {end}."]
+    if commits := [commit for entry in last for commit in run.commits.get(entry.number, [])]:
+        (slot, blueprint), count = Counter((commit.slot, commit.blueprint) for commit in commits).most_common(1)[0]
+        own = [commit for commit in commits if (commit.slot, commit.blueprint) == (slot, blueprint)]
+        born = statistics.median(commit.germinated for commit in own)
+        committed = statistics.median(commit.committed for commit in own)
+        sentences = [
+            f"In {end} the seed committed most was {blueprint} in slot {slot} ({count} of {len(commits)} commits,"
+            f" {100 * count / len(commits):.0f} %): germinated at step {born:g} and committed at step {committed:g}"
+            f" in the median, of {run.steps} steps."
+        ]
+    before, after = _mean(first, "objective"), _mean(last, "objective")
+    if len(run.rounds) == 1:
+        sentences.append(f"The objective of the one round so far is {after:+.2f} points.")
+    else:
+        sentences.append(f"The objective went from {before:+.2f} points in {begin} to {after:+.2f} in {end}.")
+    added, share = _mean(last, "added_parameters"), 100 * _mean(last, "committed")
+    if not math.isnan(added + share):
+        old_added, old_share = _mean(first, "added_parameters"), 100 * _mean(first, "committed")
+        compared = len(run.rounds) > 1 and not math.isnan(old_added + old_share)
         sentences.append(
-            f"A host of {_span(last)} ended with {added[1]:.0f} added parameters in the mean, and"
-            f" {100 * shares[1]:.0f} % of hosts kept at least one seed"
-            + (
-                f" ({added[0]:.0f} and {100 * shares[0]:.0f} % in {_span(first)})."
-                if first[0] != last[0] and added[0] is not None and shares[0] is not None
-                else "."
-            )
+            f"A host of {end} ended with {added:.0f} added parameters in the mean, and {share:.0f} % of hosts kept at"
+            " least one seed" + (f" ({old_added:.0f} and {old_share:.0f} % in {begin})." if compared else ".")
         )
     return sentences
 
 
-def _commits(run: RunState, last: list[Round]) -> str:
-    kept = [commit for entry in last for commit in run.commits.get(entry.number, [])]
-    if not kept:
-        return f"No seed was committed in {_span(last)}."
-    (slot, blueprint), count = Counter((commit.slot, commit.blueprint) for commit in kept).most_common(1)[0]
-    own = [commit for commit in kept if (commit.slot, commit.blueprint) == (slot, blueprint)]
-    return (
-        f"In {_span(last)} the seed committed most was {blueprint} in slot {slot} ({count} of {len(kept)} commits,"
-        f" {100 * count / len(kept):.0f} %): germinated at step {_median(own, 'germinated')} and committed at step"
-        f" {_median(own, 'committed')} in the median, of {run.steps} steps."
-    )
-
-
-def _objective(run: RunState, first: list[Round], last: list[Round]) -> str:
-    before, after = _means(first, "objective"), _means(last, "objective")
-    assert before is not None  # every round has one
-    assert after is not None
-    if len(run.rounds) == 1:
-        return f"The objective of the one round so far is {after:+.2f} points."
-    return f"The objective went from {before:+.2f} points in {_span(first)} to {after:+.2f} in {_span(last)}."
-
-
-def _means(rounds: Sequence[Round], column: str) -> float | None:
+def _mean(rounds: list[Round], column: str) -> float:
+    """NaN if no round has the column."""
     values = [entry.columns[column] for entry in rounds if column in entry.columns]
-    return statistics.fmean(values) if values else None
+    return statistics.fmean(values) if values else math.nan
 
 
-def _median(commits: Sequence[Commit], name: str) -> str:
-    return f"{statistics.median(getattr(commit, name) for commit in commits):g}"
-
-
-def _span(rounds: Sequence[Round]) -> str:
+def _span(rounds: list[Round]) -> str:
     first, last = rounds[0].number, rounds[-1].number
     return f"round {first}" if first == last else f"rounds {first} to {last}"
 
 
-def rank_name(rank: int, hosts: int) -> str:
-    """How a host stands among those of its round."""
+def _rank_name(rank: int, hosts: int) -> str:
     if hosts == 1:
         return "the only one"
     for name, share in STANDINGS.items():
@@ -275,25 +241,21 @@ def rank_name(rank: int, hosts: int) -> str:
     return f"number {rank + 1} of {hosts}"
 
 
-def life_of(run: RunState, rank: int, episode: Episode) -> str:
+def _life(run: RunState, rank: int, episode: Episode) -> str:
     """One host in a sentence or two: the caption of its timeline."""
-    changes = [change for change in run.changes if change.env == episode.env]
-    kinds = Counter(mark.kind for mark in marks_of(changes))
-    panics = [panic for panic in run.panics if panic.env == episode.env]
+    kinds = Counter(mark.kind for mark in marks_of([change for change in run.changes if change.env == episode.env]))
+    counted = (f"{kinds[noun] or 'no'} {noun}{'' if kinds[noun] == 1 else 's'}" for noun in ("birth", "commit", "cut"))
     parts = [
-        f"Host {episode.env}, {rank_name(rank, len(run.episodes[run.shown]))} by objective ({episode.objective:+.2f}):"
-        f" {_times(kinds['birth'], 'birth')}, {_times(kinds['commit'], 'commit')}, {_times(kinds['cut'], 'cut')};"
+        f"Host {episode.env}, {_rank_name(rank, len(run.episodes[run.shown]))} by objective"
+        f" ({episode.objective:+.2f}): {', '.join(counted)};"
         f" hardened it reached {episode.accuracy:.1f} %, {episode.gain:+.1f} points against its control, with"
         f" {episode.added_parameters:.0f} added parameters."
     ]
     parts += [
         f" After step {panic.step} the governor took it back ({', '.join(panic.symptoms) or 'no symptom recorded'})."
-        for panic in panics
+        for panic in run.panics
+        if panic.env == episode.env
     ]
     if episode.accuracies is None:
         parts.append(" The log of this run has no curves of accuracy and alpha: only stages are shown.")
     return "".join(parts)
-
-
-def _times(count: int, noun: str) -> str:
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"

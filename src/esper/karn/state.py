@@ -2,21 +2,111 @@
 
 Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line; events of a round that is
 not complete wait for it. Stage changes and curves are stored for one round only, so a long run needs little memory.
+`Fields` checks the JSON that others wrote where its values are taken; a wrong one is named with its place.
 """
 
+import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
-from esper.karn.fields import Fields, Json, is_number, read_object
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
-from esper.leyline.records import config_checksum
+from esper.leyline.records import Json, config_checksum, refuse_constant
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
+Value = TypeVar("Value")
+
+
+class Fields(dict[str, Json]):
+    """One JSON object and where it stands: a file, or a file and its line."""
+
+    def __init__(self, content: Json, where: str) -> None:
+        if not isinstance(content, dict):
+            raise BadValueError(f"{where} is no JSON object, but {_short(content)}")
+        super().__init__(content)
+        self.where = where
+
+    def _take(self, key: str, is_right: Callable[[Json], bool], wanted: str) -> Json:
+        if is_right(self.get(key)):
+            return self[key]
+        if key not in self:
+            raise BadValueError(f"{self.where} has no {key!r}; it should be {wanted}")
+        raise BadValueError(f"{self.where}: {key!r} is {_short(self[key])}, not {wanted}")
+
+    def number(self, key: str) -> float:
+        """A finite number."""
+        return float(self._take(key, is_number, "a finite number"))
+
+    def whole(self, key: str) -> int:
+        """An integer of 0 or more."""
+        return int(self._take(key, lambda value: type(value) is int and value >= 0, "an integer of 0 or more"))
+
+    def text(self, key: str) -> str:
+        """A string."""
+        return str(self._take(key, lambda value: isinstance(value, str), "a string"))
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers."""
+        values = self._take(
+            key, lambda value: isinstance(value, list) and all(map(is_number, value)), "a list of finite numbers"
+        )
+        return [float(value) for value in values]
+
+    def optional(self, take: Callable[["Fields", str], Value], key: str) -> Value | None:
+        """What `take` takes, or None where there is none."""
+        return None if self.get(key) is None else take(self, key)
+
+    def counts(self, key: str) -> dict[str, int]:
+        """Names and how often; empty where there is none."""
+        values = self.get(key, {})
+        if not isinstance(values, dict) or not all(is_number(count) and count >= 0 for count in values.values()):
+            raise BadValueError(f"{self.where}: {key!r} is {_short(values)}, not an object of counts")
+        return {name: int(count) for name, count in values.items()}
+
+    def objects(self, key: str) -> list["Fields"]:
+        """A list of objects; empty where there is none."""
+        values = self._take(key, lambda value: isinstance(value, list), "a list of objects") if key in self else []
+        return [Fields(value, f"{self.where}, {key}[{index}]") for index, value in enumerate(values)]
+
+    def inside(self, key: str) -> "Fields":
+        """The object under a key."""
+        return Fields(self.get(key), f"{self.where}, {key}")
+
+
+def is_number(value: Json) -> TypeGuard[float]:
+    """Finite, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_object(path: Path, what: str) -> Fields:
+    """A file that holds one JSON object; `what` it should have been stands in the message."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+        raise BadValueError(f"{path} is no {what}: {error}") from error
+    return Fields(content, str(path))
+
+
+def _short(value: Json) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def leaves(content: dict[str, Json], skip: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Json]]:
+    """Yield the values of nested objects by their paths, `outer/inner`, without what is called as in `skip`."""
+    for name, value in content.items():
+        if name not in skip and isinstance(value, dict):
+            yield from leaves(value, skip, f"{prefix}{name}/")
+        elif name not in skip:
+            yield prefix + name, value
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
 
 
 class Round(NamedTuple):
@@ -79,10 +169,6 @@ class Commit(NamedTuple):
     committed: int
 
 
-Key = tuple[int, int, str]
-"""Round, env and slot."""
-
-
 @dataclass
 class RunState:
     """What is known of a run so far. `fold_metrics` and `fold_event` take in one line each."""
@@ -95,13 +181,14 @@ class RunState:
     """The round whose stage changes, panics and curves are stored; None follows the latest complete one"""
     rounds: list[Round] = field(default_factory=list)
     """Complete rounds, in order"""
+    column_names: dict[str, None] = field(default_factory=dict)
+    """All columns that any round has, in the order of their first appearance"""
     episodes: dict[int, list[Episode]] = field(default_factory=lambda: defaultdict(list))
     changes: list[StageEvent] = field(default_factory=list)
     panics: list[PanicEvent] = field(default_factory=list)
-    _births: dict[Key, int] = field(default_factory=dict)
-    _commits: dict[Key, Commit] = field(default_factory=dict)
+    _births: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    _commits: dict[int, dict[tuple[int, str], Commit]] = field(default_factory=lambda: defaultdict(dict))
     _complete: set[int] = field(default_factory=set)
-    _columns: dict[str, None] = field(default_factory=dict)
     _waiting: dict[int, list[Fields]] = field(default_factory=lambda: defaultdict(list))
     """Events of rounds that are not complete"""
 
@@ -112,11 +199,12 @@ class RunState:
 
     def fold_metrics(self, line: Fields) -> None:
         """Take in a line of `metrics.jsonl`: a round is complete."""
-        number, columns = line.whole("round"), _flat(line.content)
+        number, numbers = line.whole("round"), leaves(line, ("round", "ops", "germinated"))
+        columns = {name: float(value) for name, value in numbers if is_number(value)}
         line.number("objective")
         self.rounds.append(Round(number, columns, line.counts("ops"), line.counts("germinated")))
         self._complete.add(number)
-        self._columns |= dict.fromkeys(columns)
+        self.column_names |= dict.fromkeys(columns)
         if self.detail_round is None:
             self.changes.clear()
             self.panics.clear()
@@ -134,30 +222,29 @@ class RunState:
         elif kind == "episode":
             self.episodes[number].append(_episode(line, env, curves=number == self.shown))
         elif kind == "stage":
-            change = _change(line, env)
-            self._follow(change, (number, env, change.slot))
-            if number == self.shown:
-                self.changes.append(change)
+            self._fold_change(number, _change(line, env))
         elif number == self.shown:
-            self.panics.append(PanicEvent(line.whole("step"), env, _names(line, "symptoms")))
+            symptoms = line.get("symptoms", [])
+            names = [str(name) for name in symptoms] if isinstance(symptoms, list) else [str(symptoms)]
+            self.panics.append(PanicEvent(line.whole("step"), env, names))
 
-    def _follow(self, change: StageEvent, key: Key) -> None:
-        """Note births and commits. A panic undoes what its step did."""
+    def _fold_change(self, number: int, change: StageEvent) -> None:
+        """A panic undoes what its step did: a birth or a commit may go."""
+        key = change.env, change.slot
         if change.target is SeedStage.GERMINATED and change.cause != "panic":
-            self._births[key] = change.at
+            self._births[number, *key] = change.at
         elif change.target is SeedStage.FOSSILIZED:
-            born = self._births.get(key, change.at)
-            self._commits[key] = Commit(change.slot, change.blueprint or "unnamed", born, change.at)
+            born = self._births.get((number, *key), change.at)
+            self._commits[number][key] = Commit(change.slot, change.blueprint or "unnamed", born, change.at)
         elif change.source is SeedStage.FOSSILIZED:
-            self._commits.pop(key, None)
+            self._commits[number].pop(key, None)
+        if number == self.shown:
+            self.changes.append(change)
 
     @property
     def commits(self) -> dict[int, list[Commit]]:
         """Committed seeds by round."""
-        by_round: dict[int, list[Commit]] = defaultdict(list)
-        for (number, _, _), commit in self._commits.items():
-            by_round[number].append(commit)
-        return by_round
+        return {number: list(commits.values()) for number, commits in self._commits.items()}
 
     def setting(self, *keys: str) -> Json | None:
         """A value of the configuration, or None if this run has no such key."""
@@ -169,11 +256,6 @@ class RunState:
     def series(self, column: str) -> list[float | None]:
         """One column over rounds; None where a round has no such number."""
         return [entry.columns.get(column) for entry in self.rounds]
-
-    @property
-    def column_names(self) -> list[str]:
-        """All columns that any round has, in the order of their first appearance."""
-        return list(self._columns)
 
     @property
     def tasks(self) -> list[str]:
@@ -204,13 +286,8 @@ class RunState:
 def read_run(path: Path, shown: int | None = None) -> RunState:
     """Fold the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
-    state = RunState(
-        path,
-        header.inside("config").content,
-        git=header.optional_text("git"),
-        torch=header.optional_text("torch"),
-        detail_round=shown,
-    )
+    git, torch_version = (header.optional(Fields.text, key) for key in ("git", "torch"))
+    state = RunState(path, header.inside("config"), git, torch_version, shown)
     for _, line in metric_lines(path):
         state.fold_metrics(line)
     if not state.rounds:
@@ -234,7 +311,7 @@ def read_header(path: Path) -> Fields:
             raise BadValueError(f"{path} is no run folder: it has no {name}")
     header = read_object(path / CONFIG, "configuration of a run")
     header.inside("config").text("task")
-    if header.text("checksum") != config_checksum(header.content):
+    if header.text("checksum") != config_checksum(header):
         raise BadValueError(f"{path / CONFIG} was changed after the run began; restore what was written")
     return header
 
@@ -260,25 +337,12 @@ def metric_lines(path: Path) -> Iterator[tuple[int, Fields]]:
         last = number
 
 
-def _flat(content: dict[str, Json]) -> dict[str, float]:
-    """All numbers of a line by name, `outer/inner` for nested ones; ops and germinations have fields of their own."""
-    columns: dict[str, float] = {}
-    for name, value in content.items():
-        if name in ("round", "ops", "germinated"):
-            continue
-        if isinstance(value, dict):
-            columns |= {f"{name}/{key}": item for key, item in _flat(value).items()}
-        elif is_number(value):
-            columns[name] = float(value)
-    return columns
-
-
 def _change(line: Fields, env: int) -> StageEvent:
     return StageEvent(
         line.whole("step"),
         env,
         line.text("slot"),
-        line.optional_text("blueprint"),
+        line.optional(Fields.text, "blueprint"),
         _stage(line, "source"),
         _stage(line, "target"),
         line.text("cause"),
@@ -298,19 +362,12 @@ def _episode(line: Fields, env: int, *, curves: bool) -> Episode:
     )
     if not curves:
         return Episode(env, objective, gain, accuracy, added)
-    accuracies, control = line.optional_numbers("accuracies"), line.optional_numbers("control_accuracies")
+    accuracies, control = (line.optional(Fields.numbers, key) for key in ("accuracies", "control_accuracies"))
     if accuracies is not None and control is not None and len(accuracies) != len(control):
         raise BadValueError(f"{line.where}: {len(accuracies)} accuracies, but {len(control)} of the control")
-    alphas = None
-    if "alphas" in line:
-        inner = line.inside("alphas")
-        alphas = {slot: inner.numbers(slot) for slot in inner.content}
+    inner = line.inside("alphas") if "alphas" in line else None
+    alphas = None if inner is None else {slot: inner.numbers(slot) for slot in inner}
     return Episode(env, objective, gain, accuracy, added, accuracies, control, alphas)
-
-
-def _names(line: Fields, key: str) -> list[str]:
-    value = line.content.get(key, [])
-    return [str(name) for name in value] if isinstance(value, list) else [str(value)]
 
 
 def _depth(slot: str) -> tuple[int, int, str]:

@@ -6,13 +6,12 @@ view empty.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from esper.leyline import LIVE_STAGES
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """A kind of event: the keys that are read, with their types."""
 
     columns: Mapping[str, str]
@@ -20,59 +19,21 @@ class Log:
     """Without one of these a line is damaged"""
 
 
-@dataclass(frozen=True)
-class SqlView:
+class SqlView(NamedTuple):
     """One table that statements can name."""
 
     meaning: str
     columns: Mapping[str, tuple[str, str]]
     """Name → type, meaning"""
     sql: str
-    logs: tuple[str, ...] = field(default=())
-    """Kinds of events that it is made of"""
+    log: str | None = None
+    """Kind of events that it is made of"""
 
 
-_WHERE = {"round": "INTEGER", "task": "VARCHAR", "env": "INTEGER"}
 _HEADS = {
     "op": "VARCHAR", "slot": "VARCHAR", "blueprint": "VARCHAR", "blend": "VARCHAR", "tempo": "INTEGER",
     "alpha_target": "DOUBLE", "alpha_speed": "INTEGER", "alpha_curve": "VARCHAR",
 }  # fmt: skip
-_DECISIONS = ", ".join(f"{name} {kind}[]" for name, kind in {"step": "INTEGER", **_HEADS}.items())
-_NAMES = ("slot", "blueprint", "source", "target", "cause")
-
-LOGS: Mapping[str, Log] = {
-    "stage": Log(
-        {**_WHERE, "step": "INTEGER", **dict.fromkeys(_NAMES, "VARCHAR")},
-        ("round", "env", "step", "slot", "source", "target", "cause"),
-    ),
-    "panic": Log({**_WHERE, "step": "INTEGER", "symptoms": "VARCHAR[]"}, ("round", "env", "step")),
-    "suspect": Log(
-        {
-            **_WHERE, "step": "INTEGER", **dict.fromkeys(("slot", "suspicion", "severity"), "VARCHAR"),
-            **dict.fromkeys(("contribution", "gain"), "DOUBLE"),
-        },
-        ("round", "env", "step", "slot", "suspicion"),
-    ),
-    "episode": Log(
-        {
-            **_WHERE,
-            **dict.fromkeys(("objective", "gain", "accuracy", "added_parameters"), "DOUBLE"),
-            **dict.fromkeys(("accuracies", "control_accuracies", "rewards"), "DOUBLE[]"),
-            "alphas": "MAP(VARCHAR, DOUBLE[])",
-            "decisions": f"STRUCT({_DECISIONS})",
-            "reward_parts": "MAP(VARCHAR, DOUBLE)",
-        },
-        ("round", "env", "objective", "gain", "accuracy", "added_parameters"),
-    ),
-    "alarm": Log(
-        {
-            "round": "INTEGER", "alarm": "VARCHAR", "severity": "VARCHAR", "subject": "VARCHAR", "ended": "BOOLEAN",
-            "value": "DOUBLE", "limit": "DOUBLE", "cause": "VARCHAR", "remedy": "VARCHAR",
-        },
-        ("round", "alarm", "severity"),
-    ),
-}  # fmt: skip
-
 _ROUND = {"round": ("INTEGER", "the round, from 0")}
 _EPISODE = {
     **_ROUND,
@@ -134,7 +95,7 @@ VIEWS: Mapping[str, SqlView] = {
             "committed": ("DOUBLE", "share of episodes that committed a seed"),
             "panics": ("INTEGER", "of the governor, in all"),
         },
-        "SELECT * FROM log.rounds",
+        "FROM log.rounds",
     ),
     "episodes": SqlView(
         "A row per episode: the life of one growing host.",
@@ -151,7 +112,7 @@ VIEWS: Mapping[str, SqlView] = {
         },
         "SELECT round, task, env, objective, gain, accuracy, added_parameters::BIGINT AS added_parameters,"
         " list_sum(rewards) AS reward, accuracies, control_accuracies, alphas FROM log.episode",
-        ("episode",),
+        "episode",
     ),
     "decisions": SqlView(
         "A row per episode and step: what the policy chose, and what came of it. Heads are NULL where they say nothing"
@@ -172,7 +133,7 @@ VIEWS: Mapping[str, SqlView] = {
             "control_accuracy": ("DOUBLE", "of its control"),
         },
         _DECISIONS_SQL,
-        ("episode",),
+        "episode",
     ),
     "rewards": SqlView(
         "A row per episode and part of its reward.",
@@ -183,7 +144,7 @@ VIEWS: Mapping[str, SqlView] = {
         },
         "SELECT round, task, env, unnest(map_keys(reward_parts)) AS part, unnest(map_values(reward_parts)) AS points"
         " FROM log.episode",
-        ("episode",),
+        "episode",
     ),
     "seeds": SqlView(
         "A row per seed, from its birth to its end.",
@@ -204,7 +165,7 @@ VIEWS: Mapping[str, SqlView] = {
             "stages": ("VARCHAR[]", "all stages that it went through, and those of its slot's rest, in order"),
         },
         _SEEDS_SQL,
-        ("stage",),
+        "stage",
     ),
     "stages": SqlView(
         "A row per change of a slot's stage, in the order of the log.",
@@ -217,14 +178,14 @@ VIEWS: Mapping[str, SqlView] = {
             "target": ("VARCHAR", "the stage after"),
             "cause": ("VARCHAR", "the op, tick, or panic"),
         },
-        "SELECT round, task, env, step, slot, blueprint, source, target, cause FROM log.stage",
-        ("stage",),
+        "FROM log.stage",
+        "stage",
     ),
     "panics": SqlView(
         "A row per panic: the governor took a host back to its snapshot.",
         {**_EPISODE, **_STEP, "symptoms": ("VARCHAR[]", "what the governor saw")},
-        "SELECT round, task, env, step, symptoms FROM log.panic",
-        ("panic",),
+        "FROM log.panic",
+        "panic",
     ),
     "suspects": SqlView(
         "A row per seed that looked better than it was, and per suspicion, at the first such step.",
@@ -241,8 +202,8 @@ VIEWS: Mapping[str, SqlView] = {
             "contribution": ("DOUBLE", "what the host would lose without it, points"),
             "gain": ("DOUBLE", "what the host has over its control, points"),
         },
-        "SELECT round, task, env, step, slot, suspicion, severity, contribution, gain FROM log.suspect",
-        ("suspect",),
+        "FROM log.suspect",
+        "suspect",
     ),
     "alarms": SqlView(
         "A row per alarm that began or ended.",
@@ -258,6 +219,32 @@ VIEWS: Mapping[str, SqlView] = {
             "remedy": ("VARCHAR", "what to do"),
         },
         'SELECT round, alarm, severity, subject, ended, value, "limit" AS threshold, cause, remedy FROM log.alarm',
-        ("alarm",),
+        "alarm",
+    ),
+}
+
+
+def _types(view: str) -> dict[str, str]:
+    return {name: type_ for name, (type_, _) in VIEWS[view].columns.items()}
+
+
+_DECISIONS = ", ".join(f"{name} {type_}[]" for name, type_ in {"step": "INTEGER", **_HEADS}.items())
+LOGS: Mapping[str, Log] = {
+    "stage": Log(_types("stages"), ("round", "env", "step", "slot", "source", "target", "cause")),
+    "panic": Log(_types("panics"), ("round", "env", "step")),
+    "suspect": Log(_types("suspects"), ("round", "env", "step", "slot", "suspicion")),
+    "episode": Log(
+        {
+            **_types("episodes"),
+            "added_parameters": "DOUBLE",
+            "rewards": "DOUBLE[]",
+            "decisions": f"STRUCT({_DECISIONS})",
+            "reward_parts": "MAP(VARCHAR, DOUBLE)",
+        },
+        ("round", "env", "objective", "gain", "accuracy", "added_parameters"),
+    ),
+    "alarm": Log(
+        {"limit" if name == "threshold" else name: type_ for name, type_ in _types("alarms").items()},
+        ("round", "alarm", "severity"),
     ),
 }

@@ -11,6 +11,8 @@ from torch import Tensor
 from esper.leyline import BadValueError, UnknownNameError
 from esper.leyline.numbers import require_share, require_whole
 
+__all__ = ["ObservationNormalizer", "ReturnNormalizer", "RewardNormalizer", "RunningMeanStd"]
+
 StatisticsMode = Literal["running", "ema"]
 VARIANCE_FLOOR = 1e-8
 """A constant column is divided by 1e-4 instead of 0."""

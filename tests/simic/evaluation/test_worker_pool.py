@@ -33,6 +33,7 @@ def lives(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system does not tell of processes in /proc")
 def test_workers_end_with_their_parent() -> None:
     """Also in the middle of something, and where it had no time to tell them."""
@@ -51,6 +52,7 @@ def test_workers_end_with_their_parent() -> None:
     pytest.fail("the worker outlived its parent")
 
 
+@pytest.mark.slow
 def test_an_error_does_not_wait_for_what_is_begun() -> None:
     """Nor does Ctrl-C, which is one too."""
     with pytest.raises(KeyboardInterrupt), worker_pool(1) as pool:

@@ -127,6 +127,7 @@ def test_at_the_normal_level_nothing_is_examined(tmp_path: Path, monkeypatch: py
         run(closely, 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_between(alarmed: Trainer, tmp_path: Path) -> None:
     """Resumed with one round of debugging to come, it writes the same events as the run that was not stopped."""
     part = quick_trainer(tmp_path / "part")
@@ -155,6 +156,7 @@ def test_spans_are_in_the_metrics(alarmed: Trainer) -> None:
         assert spans["watch"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.requirement(34, 35)
 def test_one_round_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The flag traces the second round into its file, and the run itself stays the same."""

@@ -107,6 +107,7 @@ def test_rules_run_through_an_episode(kind: str) -> None:
     assert len(actions) == 12
 
 
+@pytest.mark.slow
 def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
     """In at least a fifth of its episodes, before any learning."""
     tiny_task()
@@ -227,6 +228,7 @@ def test_rewards_add_up_to_the_objective() -> None:
     assert float(record.rewards.abs().sum()) > 0
 
 
+@pytest.mark.slow
 def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
     """Of two rounds the second pays for its commits, and no evaluation does. A policy that likes to act, so that there
     are some."""
@@ -278,6 +280,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [{name: value for name, value in row.items() if name != "timing"} for row in found]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     """Bit for bit: metrics, events, weights."""
     whole = Trainer(config(), tmp_path / "whole")
@@ -344,6 +347,7 @@ def test_a_policy_works_on_hosts_with_other_slots(tmp_path: Path) -> None:
     assert actions[0].shape == (6, 3)
 
 
+@pytest.mark.slow
 def test_a_policy_with_another_critic_acts_all_the_same(tmp_path: Path) -> None:
     """Checkpoints from before the critic had all of its columns: who only acts never asks it."""
     runner = make_runner()

@@ -50,6 +50,7 @@ def test_a_run_begins_with_what_another_has_learnt(tmp_path: Path, learned: Trai
     assert read_config(tmp_path / "begun") == settings
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_as_it_began_begins_alike(tmp_path: Path, learned: Trainer) -> None:
     """What it started from may have gone on meanwhile, or be gone: it has a checkpoint of its own before its first
     round."""

@@ -388,7 +388,7 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(tmp_path: Path) -> No
     write_tuned(plan, found())
     write_tuned(rules, found(HeuristicConfig()))
     with pytest.raises(
-        BadValueError, match=r"holds a tuned schedule, not a heuristic; give it as schedule:.*plan\.json"
+        BadValueError, match=r"holds a tuned schedule, not a heuristic; pass it as schedule:.*plan\.json"
     ):
         policy_of(f"heuristic:{plan}")
     with pytest.raises(BadValueError, match="holds a tuned heuristic, not a schedule"):

@@ -37,6 +37,7 @@ def test_all_have_work() -> None:
     assert shares(2, 70, 4) == [(range(2), range(at, min(at + 18, 70))) for at in (0, 18, 36, 54)]
 
 
+@pytest.mark.slow
 def test_shared_trials_are_the_same_trials() -> None:
     """Cut into four, each with its own controls: the same objectives, each in its place."""
     tiny_task()
