@@ -193,3 +193,25 @@ def test_a_reader_that_has_had_enough(run: Path) -> None:
         process.stdout.close()
         assert process.wait(timeout=300) == 0
         assert process.stderr.read() == ""
+
+
+def test_no_log_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences are shown, in cells, names of columns and errors, and never sent."""
+    run = write_run(tmp_path / "run")
+    attack = "\x1b]0;owned\x07\x9b2J"
+    main(["query", str(run), f"select '{attack}' as \"{attack}\""])
+    printed = capsys.readouterr().out
+    assert r"\x1b]0;owned\x07\x9b2J" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
+    with pytest.raises(SystemExit, match="2"):
+        main(["query", str(run), f'select * from "{attack}"'])
+    assert not set(capsys.readouterr().err) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_a_statement_without_end_is_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the time that it may take, with the remedy."""
+    run = write_run(tmp_path / "run")
+    endless = "select count(*) from range(1000000000) a, range(1000000000) b where a.range * b.range = -1"
+    with pytest.raises(SystemExit, match="2"):
+        main(["query", str(run), endless, "--timeout", "0.2"])
+    assert capsys.readouterr().err == "esper: the statement took too long; ask for less, or raise --timeout\n"

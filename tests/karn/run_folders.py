@@ -5,6 +5,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from esper.leyline.records import config_checksum
+
 Json = Any  # what will become JSON
 
 STEPS = 8
@@ -86,7 +88,7 @@ def write_run(path: Path, rows: list[Json] | None = None, events: list[Json] | N
     path.mkdir(exist_ok=True)
     settings = {"task": "digits_hand", "seed": 5, "rounds": 3, "hosts": 6, "members": 2, "ppo": {"target_kl": 0.03}}
     header = {"config": settings | config, "git": "0123abcd", "torch": "2.13"}
-    (path / "config.json").write_text(json.dumps(header))
+    (path / "config.json").write_text(json.dumps(header | {"checksum": config_checksum(header)}))
     write_lines(path / "metrics.jsonl", [metrics(0), metrics(1)] if rows is None else rows)
     write_lines(path / "events.jsonl", default_events() if events is None else events)
     return path

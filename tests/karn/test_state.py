@@ -1,11 +1,14 @@
 """Run folders as they are read: complete rounds only, and every fault is named with its place."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from karn.run_folders import STEPS, default_events, episode, life, metrics, stage, write_lines, write_run
 
 from esper.karn import read_run
+from esper.karn.queries import ask
 from esper.karn.state import Commit, RunState, checked_lines, metric_lines
 from esper.leyline import BadValueError, EsperError, SeedStage
 
@@ -123,7 +126,6 @@ def test_a_wrong_value_is_named(changed: dict[str, object], message: str, tmp_pa
     ("row", "message"),
     [
         ({"round": 2}, "line 3 has no 'objective'; it should be a finite number"),
-        (metrics(2, objective=float("nan")), "line 3: 'objective' is nan, not a finite number"),
         (metrics(1), "line 3: round 1 comes after round 1"),
         (metrics(2, ops={"WAIT": "many"}), "line 3: 'ops' is .* not an object of counts"),
         ([1, 2], r"line 3 is no JSON object, but \[1, 2\]"),
@@ -203,3 +205,25 @@ def test_a_run_can_be_followed_line_by_line(tmp_path: Path) -> None:
         assert getattr(state, name) == getattr(whole, name) or name == "episodes", name
     assert state.changes == whole.changes
     assert state.episodes[state.shown] == whole.episodes[whole.shown]
+
+
+@pytest.mark.parametrize("damage", ["[" * 100_000, '{"objective": NaN}', '{"objective": -Infinity}'])
+@pytest.mark.parametrize("read", [read_run, lambda run: ask(run, "select * from rounds").__enter__()])
+def test_what_is_no_json_is_named(damage: str, read: Callable[[Path], object], tmp_path: Path) -> None:
+    """Nesting without end and numbers that JSON lacks are damage like any other, for reports and for queries."""
+    with (write_run(tmp_path) / "metrics.jsonl").open("a") as file:
+        file.write(f"{damage}\n")
+    with pytest.raises(BadValueError, match=r"metrics.jsonl, line 3 is not JSON"):
+        read(tmp_path)
+
+
+def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
+    """A report would show settings that the run never had; formatting and the data folder may change."""
+    path = write_run(tmp_path) / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"config": content["config"] | {"data_dir": "elsewhere"}}, indent=3))
+    assert read_run(tmp_path).setting("seed") == 5
+    path.write_text(json.dumps(content | {"config": content["config"] | {"seed": 6}}))
+    for read in (read_run, lambda run: ask(run, "select 1").__enter__()):
+        with pytest.raises(BadValueError, match=r"config.json was changed after the run began"):
+            read(tmp_path)

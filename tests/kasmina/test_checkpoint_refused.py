@@ -290,8 +290,8 @@ def test_other_host_is_refused(tmp_path: Path) -> None:
         ({"kernel_size": 2}, "kernel_size 2 must be odd"),
         ({"classes": -1}, "negative dimension"),
         ({"channels": "wide"}, "CNNHost of"),
-        ({"channels": [4, 8], "pools": 0}, "unknown slot 'r1c0'; allowed: r0c0, r0c1"),
-        ({"channels": [8]}, "slot 'r0c0' is for image of width 4, in the given model for image of width 8"),
+        ({"channels": [4, 8], "pools": 0}, r"weights.safetensors lacks \['host.segments"),
+        ({"channels": [8]}, r"conv.weight is \(4, 3, 3, 3\) .* needs \(8, 3, 3, 3\)"),
         ({"classes": 5}, r"linear.weight is \(2, 4\) .* needs \(5, 4\)"),
     ],
 )
@@ -324,3 +324,11 @@ def test_blueprint_that_is_not_registered_here(tmp_path: Path) -> None:
         BlueprintRegistry.unregister("vector", "own")
     with pytest.raises(CheckpointError, match="unknown vector blueprint 'own'; allowed: norm"):
         MorphogeneticModel.load(tmp_path / "model", MorphogeneticModel(MLPHost(), ["r0c0"]))
+
+
+def test_a_forged_size_is_refused_before_the_host_is_built(tmp_path: Path) -> None:
+    """Forty million channels would need terabytes; the stored weights show that they are not there."""
+    MorphogeneticModel(CNNHost((4, 8), classes=3), slots=["r1c0"]).save(tmp_path / "model")
+    rewrite(tmp_path / "model", lambda document: document["model"]["host"]["config"].update(channels=[4, 40_000_000]))
+    with pytest.raises(CheckpointError, match=r"is \(8, 4, 3, 3\) of .*; the model needs \(40000000, 4, 3, 3\)"):
+        MorphogeneticModel.load(tmp_path / "model")

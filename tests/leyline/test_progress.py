@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from esper.leyline import progress
 from esper.leyline.progress import progress_bar
 
 
@@ -36,3 +37,20 @@ def test_is_silent_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
     with progress_bar("decoding", 10, in_bytes=True) as advance:
         advance(5)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """At 4, 11, 15 and 22 s: the second and the fourth call are ten seconds after the line before."""
+    times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 22.0, 22.0])
+    monkeypatch.setattr("esper.leyline.progress.time.monotonic", lambda: next(times))
+    with progress.progress_bar("rounds", 2_000) as advance:
+        for number in range(4):
+            advance(500, f"objective +{number}")
+    assert capsys.readouterr().err == "rounds: 1,000 of 2,000 objective +1\nrounds: 2,000 of 2,000 objective +3\n"
+
+
+def test_nothing_where_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    with progress.progress_bar("rounds", 3, shown=False) as advance:
+        advance(3)
+    assert capsys.readouterr().err == ""

@@ -125,10 +125,11 @@ def test_a_log_is_on_the_disk_after_flush(tmp_path: Path, monkeypatch: pytest.Mo
     fsync = os.fsync
 
     def watched(handle: int) -> None:
-        names = {path.stat().st_ino: path.name for path in (tmp_path, *tmp_path.rglob("*"))}
+        paths = {path.stat().st_ino: path for path in (tmp_path, *tmp_path.rglob("*"))}
         status = os.fstat(handle)
-        if names[status.st_ino] != tmp_path.name:
-            synced.append((names[status.st_ino], status.st_size))
+        path = paths[status.st_ino]
+        if path.is_file():
+            synced.append((str(path.relative_to(tmp_path)), status.st_size))
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", watched)
@@ -140,4 +141,4 @@ def test_a_log_is_on_the_disk_after_flush(tmp_path: Path, monkeypatch: pytest.Mo
     log.close()
     synced.clear()
     with JsonLines(tmp_path / "log.jsonl", 8):
-        assert synced == [("file", 8), ("log.jsonl", 8)]  # the tail, before it gets its name
+        assert synced == [(".log.jsonl.tail-8.esper-tmp/file", 8), ("log.jsonl", 8)]

@@ -238,7 +238,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half json": (lambda f: spoil(f, "thing.json", lambda raw: raw[: len(raw) // 2]), "truncated or damaged"),
     "deep json": (lambda f: spoil(f, "thing.json", lambda raw: b"[" * 100_000), "truncated or damaged"),
     "a list": (lambda f: spoil(f, "thing.json", lambda raw: b"[]"), "format is None; allowed: 'esper-test'"),
-    "NaN": (lambda f: spoil(f, "thing.json", lambda raw: raw.replace(b"7", b"NaN", 1)), "NaN is no JSON value"),
+    "NaN": (lambda f: spoil(f, "thing.json", lambda raw: raw.replace(b"7", b"NaN", 1)), "NaN is not a JSON value"),
     "other content": (
         lambda f: spoil(f, "thing.json", lambda raw: raw.replace(b'"a"', b'"b"')),
         "was changed: it states checksum",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from esper import __version__
 from esper.leyline import EsperError
+from esper.leyline.records import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,5 +83,5 @@ def _help() -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"esper: {message}", file=sys.stderr)
+    print(f"esper: {printable(message)}", file=sys.stderr)
     raise SystemExit(2)

@@ -11,10 +11,11 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from esper.karn.queries import STDOUT, Answer, Cell, as_json, ask, columns_of
+from esper.karn.queries import STDOUT, TIMEOUT_S, Answer, Cell, as_json, ask, columns_of
 from esper.karn.views import VIEWS
 from esper.leyline import BadValueError
-from esper.leyline.numbers import require_whole
+from esper.leyline.numbers import require_positive, require_whole
+from esper.leyline.records import printable
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class QueryCommand:
     """Write all rows to this file as JSON; - is the standard output."""
     rows: int = 50
     """Rows that are shown on the screen."""
+    timeout: float = TIMEOUT_S
+    """Seconds that the statement may take."""
 
     def run(self, console: Console) -> None:
         """Show or write the answer, or the views."""
         targets = [path for path in (self.csv, self.json) if path is not None]
         require_whole("rows", self.rows, 1)
+        require_positive("timeout", self.timeout)
         if len(targets) > 1 or (targets and self.statement is None):
             raise BadValueError("--csv and --json take the answer of a statement, one of them at a time")
         for path in targets:
@@ -44,7 +48,7 @@ class QueryCommand:
         if self.statement is None:
             _show_views(console, self.folder)
             return
-        with ask(self.folder, self.statement) as answer:
+        with ask(self.folder, self.statement, self.timeout) as answer:
             if targets:
                 self._write(answer, console)
             else:
@@ -76,7 +80,7 @@ def _show(console: Console, answer: Answer, limit: int) -> None:
     table = Table()
     for index, name in enumerate(answer.columns):
         numbers = all(row[index] is None or isinstance(row[index], int | float) for row in rows)
-        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        table.add_column(printable(name), justify="right" if numbers else "left", overflow="fold")
     for row in rows[:limit]:
         table.add_row(*map(_cell, row))
     _print(console, table)
@@ -112,4 +116,4 @@ def _cell(value: Cell) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    return as_json(value) if isinstance(value, list | dict) else str(value)
+    return printable(as_json(value) if isinstance(value, list | dict) else str(value))

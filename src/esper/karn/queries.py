@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from esper.karn.state import EVENTS, Fields, checked_lines, is_number, leaves, metric_lines, read_header
@@ -31,6 +32,8 @@ NOT_FINITE = ("nan", "inf", "-inf")
 READING = ("SELECT", "EXPLAIN", "MULTI")
 """Kinds of statements that are run; MULTI is PIVOT."""
 CHUNK = 10_000
+TIMEOUT_S = 60.0
+"""Seconds that a statement may take"""
 
 
 class Column(NamedTuple):
@@ -96,8 +99,8 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def ask(path: Path, statement: str) -> Iterator[Answer]:
-    """Run one reading statement over the complete rounds of a run. Rows come as they are asked for."""
+def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answer]:
+    """Run one reading statement over the complete rounds of a run, for at most `timeout` seconds."""
     task = read_header(path).inside("config").text("task")
     with _database() as connection:
         parsed = connection.extract_statements(statement)
@@ -113,7 +116,12 @@ def ask(path: Path, statement: str) -> Iterator[Answer]:
         for kind in (kind for kind in LOGS if kind in needed):
             _load(connection, path / EVENTS, kind, task)
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
-        connection.execute(statement)
+        timer = Timer(timeout, connection.interrupt)
+        timer.start()
+        try:
+            connection.execute(statement)
+        finally:
+            timer.cancel()
         chunks = iter(lambda: connection.fetchmany(CHUNK), [])
         yield Answer([entry[0] for entry in connection.description or []], chain.from_iterable(chunks))
 
@@ -143,6 +151,8 @@ def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
     with duckdb.connect(":memory:", config={"temp_directory": ""}) as connection:
         try:
             yield connection
+        except duckdb.InterruptException:
+            raise BadValueError("the statement took too long; ask for less, or raise --timeout") from None
         except duckdb.Error as error:
             if unknown := re.match(r"Catalog Error: Table with name (\S+) does not exist", str(error)):
                 raise UnknownNameError("view", unknown[1], VIEWS) from error

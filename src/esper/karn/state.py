@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeGuard, TypeVar
 
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
-from esper.leyline.records import Json
+from esper.leyline.records import Json, config_checksum, refuse_constant
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
@@ -86,8 +86,8 @@ def is_number(value: Json) -> TypeGuard[float]:
 def read_object(path: Path, what: str) -> Fields:
     """A file that holds one JSON object; `what` it should have been stands in the message."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
         raise BadValueError(f"{path} is no {what}: {error}") from error
     return Fields(content, str(path))
 
@@ -311,6 +311,8 @@ def read_header(path: Path) -> Fields:
             raise BadValueError(f"{path} is no run folder: it has no {name}")
     header = read_object(path / CONFIG, "configuration of a run")
     header.inside("config").text("task")
+    if header.text("checksum") != config_checksum(header):
+        raise BadValueError(f"{path / CONFIG} was changed after the run began; restore what was written")
     return header
 
 

@@ -150,8 +150,14 @@ class Checkpoint:
                 f"(only {', '.join(Host.KINDS)}). Build a model around the host, with slots {list(slot_ids)}, "
                 "and call load(folder, model)"
             )
+        kind, config = Host.KINDS[host.kind], host.config or {}
         with checkpoint_errors(f"{self.folder}: {host.kind} of {host.config}"), torch.random.fork_rng(devices=[]):
-            built = Host.KINDS[host.kind](**host.config or {}).to(DTYPES[self.model.dtype])
+            with torch.device("meta"):  # a forged size costs no memory here
+                weights = kind(**config).to(DTYPES[self.model.dtype]).state_dict()
+            sketch = {f"host.{name}": tensor for name, tensor in weights.items()}
+            stored = {name: tensor for name, tensor in self.tensors.items() if name in sketch}
+            _check_tensors(stored, sketch, str(self.folder))
+            built = kind(**config).to(DTYPES[self.model.dtype])
             for slot_id in slot_ids:
                 built.slot_index(slot_id)
         return built

@@ -1,6 +1,7 @@
-"""A progress bar, if stderr is a terminal and rich is installed."""
+"""Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,11 +18,29 @@ def ignore(amount: int, words: str = "") -> None:
     """Show nothing."""
 
 
+LINE_S = 10.0
+"""Seconds between two lines where there is no terminal. Short work prints none."""
+
+
+def _lines(title: str, total: int) -> Advance:
+    """Print a line now and then: logs of batch jobs should tell how far the work is."""
+    done, last = 0, time.monotonic()
+
+    def advance(amount: int, words: str = "") -> None:
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last >= LINE_S:
+            print(f"{title}: {done:,} of {total:,} {words}".rstrip(), file=sys.stderr, flush=True)
+            last = time.monotonic()
+
+    return advance
+
+
 @contextmanager
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
-    """Show a bar on stderr while the block runs, and yield the function that advances it."""
+    """Show progress on stderr while the block runs, and yield the function that advances it."""
     if not shown or not sys.stderr.isatty() or find_spec("rich") is None:
-        yield ignore
+        yield _lines(title, total) if shown else ignore
         return
     from rich import progress
     from rich.console import Console

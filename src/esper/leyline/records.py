@@ -1,6 +1,9 @@
 """Frozen dataclasses as JSON and back. Reading is strict: fields and types must match the dataclass exactly."""
 
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
@@ -10,6 +13,28 @@ from esper.leyline.errors import BadValueError
 from esper.leyline.outcomes import Measurement
 
 Json = Any  # parsed JSON, or what will become JSON
+
+
+def refuse_constant(name: str) -> Json:
+    """Raise for NaN and the infinities, which Python's parser accepts and JSON does not have."""
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def checksum(content: Mapping[str, Json]) -> str:
+    """Digest of the content, independent of formatting."""
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def config_checksum(content: Mapping[str, Json]) -> str:
+    """Digest of a run's `config.json` without its own checksum and the data folder, which may differ by machine."""
+    config = {name: value for name, value in content["config"].items() if name != "data_dir"}
+    return checksum({name: value for name, value in content.items() if name != "checksum"} | {"config": config})
+
+
+def printable(text: str) -> str:
+    """Text with control characters escaped, so that no log can send commands to a terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def encode(value: Json) -> Json:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 from esper.leyline.errors import BadValueError
-from esper.leyline.records import Json
+from esper.leyline.records import Json, refuse_constant
 from esper.storage.files import free_path, replace_file, storage_errors, sync_to_disk
 from esper.storage.locks import acquire, release
 
@@ -98,6 +98,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Json]]:
             if not line.endswith("\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
+                yield json.loads(line, parse_constant=refuse_constant)
+            except (ValueError, RecursionError) as error:
                 raise BadValueError(f"{path}, line {number} is not JSON: {error}") from error

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, EsperError, StorageError
-from esper.leyline.records import Json, encode
+from esper.leyline.records import Json, checksum, encode, refuse_constant
 from esper.storage.files import existing_folder, replace_folder, sync_to_disk
 
 OWN_KEYS = frozenset({"format", "version", "weights", "checksum"})  # keys of the JSON that are not the caller's
@@ -91,12 +91,6 @@ def _record(raw: bytes) -> dict[str, Json]:
     return {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
 
-def checksum(content: Mapping[str, Json]) -> str:
-    """Digest of the content, independent of formatting."""
-    plain = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(plain.encode()).hexdigest()
-
-
 def read_stored(folder: Path, kind: StoredFormat) -> tuple[dict[str, Json], dict[str, Tensor]]:
     """The content and the tensors as written, or CheckpointError. Executes nothing from the folder."""
     folder = existing_folder(folder)
@@ -129,7 +123,7 @@ def _read_document(folder: Path, kind: StoredFormat) -> dict[str, Json]:
     path = folder / kind.document
     raw = _read_file(path, kind)
     try:
-        document = json.loads(raw, parse_constant=_refuse_constant)
+        document = json.loads(raw, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON, truncated or damaged: {error}") from error
     given = document if isinstance(document, dict) else {}
@@ -146,10 +140,6 @@ def _read_document(folder: Path, kind: StoredFormat) -> dict[str, Json]:
     if stated != actual:
         raise CheckpointError(f"{path} was changed: it states checksum {stated!r}, its content has {actual}")
     return given
-
-
-def _refuse_constant(name: str) -> Json:
-    raise ValueError(f"{name} is no JSON value")
 
 
 @dataclass(frozen=True)

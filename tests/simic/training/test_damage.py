@@ -14,9 +14,10 @@ import pytest
 from simic.training.smallest import NAME, ROUNDS, checkpoint, close, contents, results, resume, spoil
 
 from esper.leyline import CheckpointError, EsperError, head_preset
+from esper.leyline.records import config_checksum
 from esper.simic.agent import load_agent
 from esper.simic.evaluation.policies import make_policies
-from esper.simic.training.run_folder import EXTRAS, _config_checksum, read_config
+from esper.simic.training.run_folder import EXTRAS, read_config
 from esper.storage.logs import read_lines
 from esper.storage.stored import Machine
 from esper.tamiyo import growth_table
@@ -241,7 +242,7 @@ def test_an_unknown_setting_is_refused_by_name(run: Path, place: str, proven: bo
     values["antigravity"] = 1
     del content["checksum"]
     if proven:
-        content["checksum"] = _config_checksum(content)
+        content["checksum"] = config_checksum(content)
     (run / "config.json").write_text(json.dumps(content))
     with pytest.raises(EsperError, match=r"unknown keys \['antigravity'\].*allowed: \['") as refused:
         read_config(run)

@@ -54,3 +54,11 @@ def test_other_data_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     again = Trainer(own, run, resume=True)  # nothing was lost by the attempt
     with again.folder:
         assert again.round == 1
+
+
+def test_no_run_begins_inside_another(run: Path) -> None:
+    """Neither directly nor further down: its files would be taken for those of the outer run."""
+    for inside in (run / "config.json-2", run / "checkpoints" / "new" / "run"):
+        with pytest.raises(BadValueError, match=r"lies inside the run .*; choose an --out outside it"):
+            Trainer(quick_config(1), inside)
+        assert not inside.exists()

@@ -87,13 +87,22 @@ def test_grey_images_and_jpeg(tmp_path: Path) -> None:
     assert (read_image_folder(write(tmp_path / "jpeg.tar", content)).train.images == 100).all()
 
 
-def test_pixels_are_kept_beside_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cached(surroundings: Path) -> list[Path]:
+    """The files with decoded pixels."""
+    return list((surroundings / "esper" / "data" / "decoded").glob("*.npz"))
+
+
+def test_pixels_are_cached_away_from_the_source(
+    tmp_path: Path, private_surroundings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the user's cache; nothing is written next to the user's data."""
     source = write(tmp_path / "set.tar.gz", files())
     read_image_folder(source)
-    (kept,) = tmp_path.glob("set.tar.gz-*.npz")
-    monkeypatch.setattr(image_folder, "_decode", None)  # calling it would be a TypeError
-    assert_is_the_example(read_image_folder(source))
-    monkeypatch.undo()
+    assert {path.name for path in tmp_path.iterdir()} == {"set.tar.gz", private_surroundings.name}
+    (kept,) = cached(private_surroundings)
+    with monkeypatch.context() as patch:
+        patch.setattr(image_folder, "_decode", None)  # calling it would be a TypeError
+        assert_is_the_example(read_image_folder(source))
     kept.write_bytes(kept.read_bytes()[:-30])
     assert_is_the_example(read_image_folder(source))  # damaged, so decoded anew
     with np.load(kept, allow_pickle=False) as whole:
@@ -102,10 +111,10 @@ def test_pixels_are_kept_beside_the_source(tmp_path: Path, monkeypatch: pytest.M
     assert first_values(read_image_folder(write(source, changed)).train.images) == [11, 20, 30]
 
 
-def test_a_pickle_among_the_kept_pixels_is_not_loaded(tmp_path: Path) -> None:
+def test_a_pickle_among_the_cached_pixels_is_not_loaded(tmp_path: Path, private_surroundings: Path) -> None:
     source = write(tmp_path / "set.tar", files())
     read_image_folder(source)
-    (kept,) = tmp_path.glob("set.tar-*.npz")
+    (kept,) = cached(private_surroundings)
     np.savez(kept, train_images=np.array([{"an": "object"}], object))
     assert_is_the_example(read_image_folder(source))
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 
 from esper.leyline import BadValueError, CheckpointError, StorageError
-from esper.leyline.records import Json, decode, encode
+from esper.leyline.records import config_checksum, decode, encode
 from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.agent.policy import check_compatible
 from esper.simic.telemetry import Detail, DetectorState
@@ -22,7 +21,7 @@ from esper.storage.files import folder_lock, is_leftover, remove_leftovers, repl
 from esper.storage.interrupts import interrupts_held
 from esper.storage.logs import JsonLines, digest_of, read_lines
 from esper.storage.series import KEEP, Series
-from esper.storage.stored import Machine, checksum
+from esper.storage.stored import Machine
 from esper.tolaria import get_task
 from esper.tolaria.data import data_digest
 
@@ -41,14 +40,8 @@ def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None
         "git": git_hash(),
         "torch": torch.__version__,
     }
-    content["checksum"] = _config_checksum(content)
+    content["checksum"] = config_checksum(content)
     replace_file(path / CONFIG, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def _config_checksum(content: Mapping[str, Json]) -> str:
-    """Digest of everything but the data folder, which may differ between machines."""
-    config = {name: value for name, value in content["config"].items() if name != "data_dir"}
-    return checksum({**{name: value for name, value in content.items() if name != "checksum"}, "config": config})
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -61,7 +54,7 @@ def _read_header(path: Path) -> tuple[TrainConfig, int]:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config = decode_config(content["config"], "config")
         keep_checkpoints = decode(int, content["keep_checkpoints"], "keep_checkpoints")
-        stated, actual = content["checksum"], _config_checksum(content)
+        stated, actual = content["checksum"], config_checksum(content)
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
     if stated != actual:
@@ -164,6 +157,9 @@ class RunFolder:
         with storage_errors(path):
             if path.exists() and (not path.is_dir() or not all(map(is_leftover, path.iterdir()))):
                 raise BadValueError(f"{path} is in use; choose another --out, or continue with --resume {path}")
+        for parent in path.resolve().parents:
+            if (parent / CONFIG).is_file() and (parent / CHECKPOINTS).is_dir():
+                raise BadValueError(f"{path} lies inside the run {parent}; choose an --out outside it")
 
     @classmethod
     def open(cls, path: Path, config: TrainConfig, agent: PPOAgent) -> tuple[Self, Restored]:

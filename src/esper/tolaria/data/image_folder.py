@@ -1,14 +1,14 @@
 """Images in class folders, `train|test/<class>/<n>.jpg|png`, in an archive or unpacked.
 
-Decoding takes seconds, so the pixels are cached in a file that is named by the checksum of the source, next to it or,
-if that folder is read-only, in the user's cache.
+Decoding takes seconds, so the pixels are cached in the user's cache, in a file that is named by the checksum of the
+source. Nothing is written next to the user's data.
 """
 
 import hashlib
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -39,20 +39,18 @@ def find_image_folder(folder: Path, stem: str) -> Path | None:
 def read_image_folder(source: Path) -> ImageArrays:
     """Images (N, C, H, W) of an archive or a directory, sorted by class and by the numbers in their names."""
     try:
-        cache_name = f"{source.name}-{_fingerprint(source)}.npz"
+        cache = user_cache() / "decoded" / f"{source.name}-{_fingerprint(source)}.npz"
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from error
-    caches = [folder / cache_name for folder in (source.parent, user_cache() / "decoded")]
-    for path in caches:
-        if (cached := _load_cache(path)) is not None:
-            return cached
+    if (cached := _load_cache(cache)) is not None:
+        return cached
     entries: Mapping[str, Path | bytes]
     if source.is_dir():
         entries = {path.relative_to(source).as_posix(): path for path in _walk(source)}
     else:
         entries = dict(archive_files(source, _is_image, max_bytes=MAX_IMAGE_BYTES))
     arrays = check_image_arrays(_decode(entries, source), source)
-    _write_cache(arrays, caches)
+    _write_cache(arrays, cache)
     return arrays
 
 
@@ -138,14 +136,13 @@ def _load_cache(path: Path) -> ImageArrays | None:
         return None
 
 
-def _write_cache(arrays: ImageArrays, paths: Sequence[Path]) -> None:
-    """Write the pixels to the first of the paths that can be written, if any."""
+def _write_cache(arrays: ImageArrays, path: Path) -> None:
+    """Write the pixels, if the path can be written."""
     content = {"classes": np.array(arrays.classes)}
     for part, (images, labels) in zip(PARTS, arrays[:2], strict=True):
         content |= {f"{part}_images": images, f"{part}_labels": labels}
     file = BytesIO()
     np.savez(file, **content)  # type: ignore[arg-type]  # its keywords are arrays, or one flag
-    for path in paths:
-        with suppress(OSError):  # a full disk, say: the pixels are decoded anyway
-            if prepare_folder(path.parent):
-                return replace_file(path, file.getvalue())
+    with suppress(OSError):  # a full disk, say: the pixels are decoded anyway
+        if prepare_folder(path.parent):
+            replace_file(path, file.getvalue())
