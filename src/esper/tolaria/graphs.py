@@ -73,7 +73,7 @@ class MinibatchGraphs:
         self._rate, self._warm = torch.zeros(2, dtype=fleet.dtype, device=fleet.device)
 
     def run(self, plan: PassPlan, samples: Samples, rate: float, warm: float) -> Tensor:
-        """One minibatch; the returned losses (R,) are overwritten by the next."""
+        """One minibatch; returns the losses (R,)."""
         self._rate.fill_(rate)
         self._warm.fill_(warm)
         # All graphs read one minibatch: its shape is that of the main rows, whatever grows.
@@ -96,8 +96,10 @@ class MinibatchGraphs:
         for part, given in zip(static, samples, strict=True):
             part.copy_(given)
         captured.graph.replay()
-        self.fleet.norms = dict(captured.norms)
-        return captured.losses
+        # Copies, two kernels: graphs share a pool, so another graph's replay may overwrite what this one left there.
+        if captured.norms:
+            self.fleet.norms = dict(zip(captured.norms, torch.stack(list(captured.norms.values())), strict=True))
+        return captured.losses.clone()
 
     def _capture(self, plan: PassPlan, samples: Samples) -> _Captured:
         while len(self._graphs) >= self.capacity:
