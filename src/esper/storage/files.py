@@ -105,11 +105,16 @@ def _work_folder(target: Path) -> Iterator[Path]:
 def _lock_work_folder(work: Path) -> int:
     """Create a work folder and lock it. Waits for a process that uses it, which then removes it."""
     while True:
-        work.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):
+        with suppress(FileExistsError):
+            work.mkdir()
+        with suppress(FileNotFoundError):  # the process before removed it, before or after it was locked here
             lock = acquire(work, wait=True)
-            if lock < 0 or (work.exists() and os.path.samestat(os.fstat(lock), work.stat())):
-                return lock
+            try:
+                if lock < 0 or os.path.samestat(os.fstat(lock), work.stat()):
+                    return lock
+            except FileNotFoundError:
+                release(lock)  # else whoever waits for it would wait forever
+                raise
             release(lock)
 
 
