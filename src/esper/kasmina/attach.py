@@ -17,7 +17,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -119,11 +119,34 @@ def probe(
 def _probe(
     host: nn.Module, widths: Mapping[str, int], args: Sequence[object], kwargs: Mapping[str, Any]
 ) -> dict[str, Stream]:
-    targets = {host.get_submodule(name) for name in widths}
-    calls: list[tuple[nn.Module, object]] = []  # in the order in which they end, with the outputs of targets
+    calls = trace(host, args, kwargs)
+    streams = {}
+    for name, width in widths.items():
+        own = [call for call in calls if call.module is host.get_submodule(name)]
+        if len(own) != 1:
+            raise HostMismatchError(
+                f"submodule {name!r} ran {len(own)} times in one forward pass; "
+                "a slot needs a submodule that runs exactly once"
+            )
+        streams[name] = stream_behind(host, name, own[0], width)
+    return streams
+
+
+class ModuleCall(NamedTuple):
+    """One call of a submodule in a forward pass."""
+
+    module: nn.Module
+    output: object
+    position: float
+    """Share of the layers, modules without children, that have run by its end"""
+
+
+def trace(host: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> list[ModuleCall]:
+    """All calls of modules in one forward pass, in the order in which they end. Changes nothing in the host."""
+    ended: list[tuple[nn.Module, object]] = []
 
     def record(module: nn.Module, inputs: object, output: object) -> None:
-        calls.append((module, output if module in targets else None))
+        ended.append((module, output))
 
     handles = [module.register_forward_hook(record) for module in host.modules()]
     try:
@@ -132,21 +155,16 @@ def _probe(
     finally:
         for handle in handles:
             handle.remove()
-    # How many layers, modules without children, have run by the end of each call.
-    layers = list(itertools.accumulate(next(module.children(), None) is None for module, _ in calls))
-    streams = {}
-    for name, width in widths.items():
-        own = [index for index, (module, _) in enumerate(calls) if module is host.get_submodule(name)]
-        if len(own) != 1:
-            raise HostMismatchError(
-                f"submodule {name!r} ran {len(own)} times in one forward pass; "
-                "a slot needs a submodule that runs exactly once"
-            )
-        streams[name] = _stream(host, name, width, calls[own[0]][1], layers[own[0]] / max(layers[-1], 1))
-    return streams
+    layers = list(itertools.accumulate(next(module.children(), None) is None for module, _ in ended))
+    return [
+        ModuleCall(module, output, count / max(layers[-1], 1))
+        for (module, output), count in zip(ended, layers, strict=True)
+    ]
 
 
-def _stream(host: nn.Module, name: str, width: int, h: object, position: float) -> Stream:
+def stream_behind(host: nn.Module, name: str, call: ModuleCall, width: int | None = None) -> Stream:
+    """What passes a slot behind a submodule. A given `width` must be the true one."""
+    h = call.output
     if not isinstance(h, Tensor):
         raise HostMismatchError(f"submodule {name!r} returns {type(h).__name__}; a slot needs one tensor")
     if not h.is_floating_point():
@@ -157,16 +175,17 @@ def _stream(host: nn.Module, name: str, width: int, h: object, position: float) 
             f"submodule {name!r} returns a tensor of shape {tuple(h.shape)}; a slot needs an image (B, C, H, W), "
             "tokens (B, T, C) or a vector (B, C)"
         )
-    if h.shape[WIDTH_AXIS[topology]] != width:
+    actual = h.shape[WIDTH_AXIS[topology]]
+    if width not in (None, actual):
         raise HostMismatchError(
-            f"slot {name!r} was declared with width {width}, but {topology} of width {h.shape[WIDTH_AXIS[topology]]} "
+            f"slot {name!r} was declared with width {width}, but {topology} of width {actual} "
             f"pass there (shape {tuple(h.shape)})"
         )
     resolution = {"image": min(h.shape[-2:]), "tokens": h.shape[-2], "vector": None}[topology]
     # Seeds follow this parameter when the host is moved. Under autocast none has the dtype of the stream.
     device, dtype = h.device, h.dtype
     like = min(host.named_parameters(), key=lambda item: (item[1].device != device, item[1].dtype != dtype))[0]
-    return SlotSpec(name, width, topology, position=position, resolution=resolution), like
+    return SlotSpec(name, actual, topology, position=call.position, resolution=resolution), like
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

@@ -198,12 +198,10 @@ def _from_attached(body: Body, growths: Sequence[Growth], statistics: Statistics
     for name, value in statistics.items():
         if name.startswith("host."):
             network.get_buffer(name.removeprefix("host.")).copy_(value)
-    bases = {growth.slot_id: network.get_submodule(growth.slot_id) for growth in growths}
     with torch.random.fork_rng(devices=[]):  # the live weights replace the drawn ones
-        module.put_blocks(network)
-    blocks = {id(grown.base): grown.block for grown in network.modules() if isinstance(grown, module.Grown)}
+        blocks = module.put_blocks(network)
     for growth in growths:
-        _copy_weights(body, blocks[id(bases[growth.slot_id])], growth.parts, statistics)
+        _copy_weights(body, blocks[growth.slot_id], growth.parts, statistics)
     return text, network.eval()
 
 

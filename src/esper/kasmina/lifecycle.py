@@ -47,12 +47,16 @@ class LifecycleConfig:
     min_prune_age: int = 2
     """Steps in TRAINING before a seed may be pruned."""
     thresholds: GateThresholds = field(default_factory=GateThresholds)
+    act_from_birth: bool = False
+    """A seed acts in the main row at once, at its full alpha: its scale is zero, so nothing jumps."""
 
     def __post_init__(self) -> None:
         require_whole("cooldown", self.cooldown, 3, remark=": PRUNED, EMBARGOED and RESETTING take a tick each")
         require_whole("min_prune_age", self.min_prune_age, 0)
         if not isinstance(self.thresholds, GateThresholds):
             raise BadValueError(f"thresholds are a {type(self.thresholds).__name__}; pass GateThresholds")
+        if not isinstance(self.act_from_birth, bool):
+            raise BadValueError(f"act_from_birth {self.act_from_birth!r} is not True or False")
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def sow(
     state: SeedState,
     slot: SlotSpec,
     blueprint: str,
+    config: LifecycleConfig,
     *,
     style: str = "add",
     tempo: int = 3,
@@ -135,6 +140,9 @@ def sow(
     verdict = gate_germinate(state.stage, spec, slot, style, budget_left)
     if not verdict.passed:
         raise GateRefusedError(f"slot {slot.slot_id!r} may not germinate {blueprint!r}: " + "; ".join(verdict.reasons))
+    if config.act_from_birth:
+        acting = enter(enter(sown, SeedStage.TRAINING), SeedStage.BLENDING)
+        return replace(acting, controller=acting.controller.retarget(alpha_target, 0))
     return sown
 
 

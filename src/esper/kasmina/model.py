@@ -159,7 +159,14 @@ class MorphogeneticModel(nn.Module):
         slot = self.body.slot(slot_id)
         left = None if self.budget is None else self.budget - self.grown_parameter_count
         state = lifecycle.sow(
-            slot.state, slot.spec, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
+            slot.state,
+            slot.spec,
+            blueprint,
+            self.config,
+            style=style,
+            tempo=tempo,
+            alpha_target=alpha_target,
+            budget_left=left,
         )
         before = slot.state.stage
         slot.plant(state, derive_seed(self.rng_seed, slot_id, state.germinations), like=self.body.like(slot_id))

@@ -29,7 +29,14 @@ class Lifecycles:
         state, slot = self._state(env, slot_id), self.fleet.slots[slot_id]
         left = self.fleet.budget - self.grown_parameters(env)
         sown = lifecycle.sow(
-            state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
+            state,
+            slot,
+            blueprint,
+            self.fleet.config,
+            style=style,
+            tempo=tempo,
+            alpha_target=alpha_target,
+            budget_left=left,
         )
         self.fleet.plant(env, slot_id, sown)
         return self._replace(env, slot_id, sown, "germinate")

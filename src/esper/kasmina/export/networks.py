@@ -159,50 +159,44 @@ BLOCKS_HEADER = """Blocks that Esper grew, as plain PyTorch. They need torch and
     model = grow(build_the_host(), ".")  # the folder of weights.safetensors; in eval mode
 """
 BLOCKS = '''
-class Grown(nn.Module):
-    """A submodule of the host, and the block that grew behind it."""
+def place(base: nn.Module, block: nn.Module) -> None:
+    """Let a block act behind a submodule, as a child of it. The submodule's own keys and parameters stay."""
+    name = "grown"
+    while hasattr(base, name):
+        name += "_"
+    kind = type(base)
+    base.add_module(name, block)
+    if kind.forward is nn.Sequential.forward:
+        return  # it runs its children in order
 
-    def __init__(self, base: nn.Module, block: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.block = block
+    class Grown(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: object, **kwargs: object) -> Tensor:
+            return getattr(self, name)(kind.forward(self, *args, **kwargs))
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        return self.block(self.base(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # the host may read attributes of its submodule
-            if name.startswith("__"):
-                raise
-            return getattr(super().__getattr__("base"), name)
+    Grown.__name__ = Grown.__qualname__ = f"Grown{kind.__name__}"
+    base.__class__ = Grown
 
 
-def put_blocks(model: nn.Module) -> nn.Module:
-    """Place every block behind the submodule that it grew behind."""
+def put_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Place every block behind the submodule that it grew behind, and return the blocks by its name."""
     like = next(model.parameters())
     blocks: dict[str, nn.Module] = {blocks}
-    for name, block in blocks.items():  # inner submodules come before those that hold them
-        base = model.get_submodule(name)
-        grown = Grown(base, block.to(like))
-        for parent in list(model.modules()):
-            for key, child in list(parent._modules.items()):
-                if child is base:
-                    setattr(parent, key, grown)
-    return model
+    for name, block in blocks.items():
+        place(model.get_submodule(name), block.to(like))
+    return blocks
 
 
 def grow(model: nn.Module, folder: str | Path) -> nn.Module:
     """Grow a freshly built host and load its trained weights; in eval mode."""
-    load_model(put_blocks(model), Path(folder) / "weights.safetensors")
+    put_blocks(model)
+    load_model(model, Path(folder) / "weights.safetensors")
     return model.eval()
 '''
 
 
 def blocks_source(host: nn.Module, growths: Sequence[Growth]) -> str:
     """The text of `grown_blocks.py`."""
-    file = GeneratedFile("Grown", "put_blocks", "grow")
+    file = GeneratedFile("place", "put_blocks", "grow")
     exporter = Exporter(file)
     innermost = sorted(growths, key=lambda growth: -growth.slot_id.count("."))
     entries = tuple((f"{json.dumps(growth.slot_id)}: ", growth.construct(exporter)) for growth in innermost)

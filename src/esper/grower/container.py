@@ -1,0 +1,162 @@
+"""Slots inside a user's model.
+
+They are registered children of the model, so `model.to`, `model.parameters()` and checkpoints see the seeds. What grows
+where, and what the grower must remember, travels in the state dict as one tensor of bytes. Loading a state dict rebuilds
+the seeds before their weights are loaded.
+"""
+
+import copy
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.checkpoint import check_state
+from esper.kasmina.lifecycle import SeedState
+from esper.kasmina.slot import Isolation, SeedSlot
+from esper.leyline import LIVE_STAGES, CheckpointError, SlotSpec
+from esper.leyline.numbers import refuse
+from esper.leyline.records import Json, decode, encode, refuse_constant
+from esper.storage.stored import checkpoint_errors
+
+CHILD = "esper_slots"
+"""Name of the child in the user's model"""
+WHERE = f"{CHILD}._extra_state"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """One slot in the state dict."""
+
+    spec: SlotSpec
+    like: str  # a parameter of the host with the dtype and device for a seed
+    state: SeedState
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the state dict says besides weights."""
+
+    version: int
+    isolation: Isolation
+    slots: tuple[SavedSlot, ...]
+    notes: dict[str, Json]
+
+
+class ModelSlots(nn.Module):
+    """All slots of a model, in the order in which the data passes them."""
+
+    def __init__(self, host: nn.Module, isolation: Isolation) -> None:
+        super().__init__()
+        self._host = (host,)  # in a tuple, so that it is not registered as a child
+        self.isolation = isolation
+        self.like: dict[str, str] = {}
+        self.notes: dict[str, Json] = {}
+        """What the grower must remember, as JSON"""
+        self.on_change: Callable[[], None] | None = None
+        """Called when a state dict has changed the seeds"""
+        self.copies = weakref.WeakSet[ModelSlots]()
+        """Slots of copies of the model, which a birth or death here does not reach"""
+
+    @property
+    def host(self) -> nn.Module:
+        """The user's model."""
+        return self._host[0]
+
+    def items(self) -> Iterator[tuple[str, SeedSlot]]:
+        """Slots by id."""
+        for key, slot in self.named_children():
+            assert isinstance(slot, SeedSlot)
+            yield key.replace("/", "."), slot
+
+    def __getitem__(self, slot_id: str) -> SeedSlot:
+        return dict(self.items())[slot_id]
+
+    def live(self) -> dict[str, SeedSlot]:
+        """Slots that hold a seed."""
+        return {slot_id: slot for slot_id, slot in self.items() if slot.state.stage in LIVE_STAGES}
+
+    def install(self, slots: Sequence[tuple[SlotSpec, str]]) -> None:
+        """Put empty slots behind submodules of the host."""
+        for spec, like in slots:
+            parameter = self.host.get_parameter(like)
+            slot = SeedSlot(spec, self.isolation).to(device=parameter.device, dtype=parameter.dtype)
+            self.add_module(spec.slot_id.replace(".", "/"), slot)
+            self.like[spec.slot_id] = like
+            self.host.get_submodule(spec.slot_id).register_forward_hook(slot.hook)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ModelSlots":
+        twin = ModelSlots.__new__(ModelSlots)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin.on_change, twin.copies = None, weakref.WeakSet()
+        self.copies.add(twin)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:  # Any: the attributes of a module
+        """All attributes except what ties this object to a grower."""
+        state = nn.Module.__getstate__(self)
+        return {name: value for name, value in state.items() if name not in ("on_change", "copies")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        self.on_change, self.copies = None, weakref.WeakSet()
+
+    def remove(self) -> None:
+        """Remove the slots, their hooks and this child from the host."""
+        slots = {slot for _, slot in self.items()}
+        for module in self.host.modules():
+            for key, hook in list(module._forward_hooks.items()):
+                if getattr(hook, "__self__", None) in slots:
+                    del module._forward_hooks[key]
+        delattr(self.host, CHILD)
+
+    # -- state dict ---------------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> Tensor:
+        """The structure as bytes."""
+        slots = tuple(SavedSlot(slot.spec, self.like[slot_id], slot.state) for slot_id, slot in self.items())
+        content = encode(Structure(VERSION, self.isolation, slots, self.notes))
+        return torch.frombuffer(bytearray(json.dumps(content, allow_nan=False).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Become the saved structure. The weights are loaded after it."""
+        saved = read_structure(state)
+        present, wanted = [slot_id for slot_id, _ in self.items()], [entry.spec.slot_id for entry in saved.slots]
+        problems = {
+            f"the state dict has slots behind {wanted}, this model behind {present}: build the Grower with the slots of "
+            "the saved one": present not in ([], wanted),
+            f"the state dict was saved with mode {saved.isolation!r}, this Grower has {self.isolation!r}": (
+                saved.isolation != self.isolation
+            ),
+        }
+        refuse(problems, CheckpointError)
+        if not present:
+            self.install([(entry.spec, entry.like) for entry in saved.slots])
+        for entry in saved.slots:
+            slot, state = self[entry.spec.slot_id], entry.state
+            same = (slot.state.blueprint, slot.state.germinations) == (state.blueprint, state.germinations)
+            if state.stage in LIVE_STAGES and not same:
+                slot.plant(state, 0, like=self.host.get_parameter(entry.like))
+                slot.train(self.host.training)
+            slot.settle(state)
+        self.notes = saved.notes
+        if self.on_change is not None:
+            self.on_change()
+
+
+def read_structure(state: Tensor) -> Structure:
+    """The structure in a tensor of bytes, checked."""
+    with checkpoint_errors(WHERE):
+        content = json.loads(bytes(state.cpu().numpy().tobytes()).decode(), parse_constant=refuse_constant)
+        structure: Structure = decode(Structure, content, WHERE)
+    if structure.version != VERSION:
+        raise CheckpointError(f"{WHERE} has version {structure.version}; this version of Esper reads {VERSION}")
+    for entry in structure.slots:
+        check_state(entry.spec, entry.state, f"{WHERE}: slot {entry.spec.slot_id!r}")
+    return structure

@@ -1,0 +1,99 @@
+"""The end of growth: the user's model becomes plain PyTorch again, in place.
+
+Every seed that stays becomes a block of generated torch-only classes, a child of the submodule that it grew behind. The
+block takes over the seed's own Parameter objects, so the optimizer and its state still fit. Hooks are removed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from esper.grower.container import ModelSlots
+from esper.grower.scoring import InputTap, RowRunner, eval_mode
+from esper.kasmina.export import Growth, blocks_source, execute
+from esper.kasmina.harden import BLOCKS
+from esper.kasmina.slot import Role
+from esper.leyline import EsperError
+
+RTOL, ATOL = 1e-4, 1e-5  # of the check that the finished model computes the same
+
+
+class FinishError(EsperError, RuntimeError):
+    """The finished model would not compute what the grown one does."""
+
+
+def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequence[str]) -> str:
+    """Turn the kept seeds into plain blocks and remove everything else of Esper. Returns the source of the blocks."""
+    host = slots.host
+    runner = RowRunner(host, slots, tap)
+    silent = dict.fromkeys(drop, Role.SILENT)
+    statistics = runner.calibrate_in_eval(silent) if drop else {}
+    growths = [_growth(slot_id, slots) for slot_id in keep]
+    text = blocks_source(host, growths)
+    module = execute(text, BLOCKS)
+    with torch.no_grad():
+        for (norm, name), value in statistics.items():
+            getattr(norm, name).copy_(value)
+        with runner.row(silent, {}):
+            before = _outputs(host, tap)
+    slots.remove()
+    with torch.random.fork_rng(devices=[]):  # the live parameters replace the drawn ones
+        blocks = module.put_blocks(host)
+    for growth in growths:
+        _take_over(blocks[growth.slot_id], growth)
+    for mine, theirs in zip(_outputs(host, tap), before, strict=True):
+        if not torch.allclose(mine, theirs, rtol=RTOL, atol=ATOL, equal_nan=True):
+            raise FinishError(
+                f"the finished model differs from the grown one by {float((mine - theirs).abs().max()):.2g}: a submodule "
+                f"with a slot ({', '.join(keep)}) runs its children in a way of its own; put the slot behind another one"
+            )
+    return text
+
+
+def _growth(slot_id: str, slots: ModelSlots) -> Growth:
+    slot = slots[slot_id]
+    assert slot.seed is not None and slot.state.blueprint is not None
+    return Growth(slot_id, slot.state.blueprint, slot.state.style, slot.state.alpha, slot.seed, slot.gate)
+
+
+def _take_over(block: nn.Module, growth: Growth) -> None:
+    """Put the seed's own Parameter objects and buffers into the block."""
+    for prefix, part in growth.parts.items():
+        for name, parameter in part.named_parameters():
+            owner, _, leaf = f"{prefix}.{name}".rpartition(".")
+            block.get_submodule(owner)._parameters[leaf] = parameter
+        for name, buffer in part.named_buffers():
+            owner, _, leaf = f"{prefix}.{name}".rpartition(".")
+            block.get_submodule(owner)._buffers[leaf] = buffer
+
+
+@torch.no_grad()
+def _outputs(host: nn.Module, tap: InputTap) -> list[Tensor]:
+    """Tensors that the model returns for one kept batch, in eval mode."""
+    if not tap.kept:
+        return []
+    args, kwargs, _ = tap.kept[-1]
+    active, tap.active = tap.active, False
+    try:
+        with eval_mode(host):
+            return list(_tensors(host(*args, **kwargs)))
+    finally:
+        tap.active = active
+
+
+def _tensors(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    values = (
+        output.values()
+        if isinstance(output, dict)
+        else vars(output).values()
+        if hasattr(output, "__dict__")
+        else output
+    )
+    return (
+        [tensor for value in values for tensor in _tensors(value)]
+        if isinstance(output, dict | list | tuple) or hasattr(output, "__dict__")
+        else []
+    )

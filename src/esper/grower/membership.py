@@ -1,0 +1,102 @@
+"""A user's optimizer follows the seeds: their parameters join its groups at birth and leave them at death.
+
+No group is added or removed, so schedulers, gradient scalers and clipping do not notice. A seed's weights join the
+group that holds the weights of the submodule in front of the slot; its norms and biases join the group that holds the
+norms and biases there. State and settings of all other parameters stay as they are.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from esper.leyline import BadValueError
+
+SHARDED = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+
+
+class Membership:
+    """The parameters of the seeds in one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, host: nn.Module) -> None:
+        _check_optimizer(optimizer, host)
+        self.optimizer = optimizer
+        self._own = [list(group["params"]) for group in optimizer.param_groups]
+        """The user's own parameters by group; seeds stand behind them, in the order of their slots"""
+        self._hook = optimizer.register_load_state_dict_pre_hook(_check_state)
+
+    def groups_for(self, host: nn.Module, slot_id: str) -> tuple[int, int]:
+        """The groups of a slot's weights, and of its norms and biases."""
+        group_of = {id(p): index for index, own in enumerate(self._own) for p in own}
+        near = [p for p in host.get_submodule(slot_id).parameters() if id(p) in group_of]
+        if not near:  # behind an activation, say: the parameters that come before it
+            near = [p for p in _parameters_before(host, slot_id) if id(p) in group_of] or self._own[0]
+        matrices = [group_of[id(p)] for p in near if p.dim() > 1]
+        vectors = [group_of[id(p)] for p in near if p.dim() <= 1]
+        weights = (matrices or vectors)[-1]
+        return weights, (vectors or matrices)[-1]
+
+    def sync(self, host: nn.Module, seeds: Mapping[str, Iterable[nn.Parameter]]) -> None:
+        """Make the groups hold the user's own parameters and those of these seeds, by slot."""
+        wanted = [list(own) for own in self._own]
+        for slot_id, parameters in seeds.items():
+            weights, vectors = self.groups_for(host, slot_id)
+            for parameter in parameters:
+                wanted[weights if parameter.dim() > 1 else vectors].append(parameter)
+        alive = {id(p) for parameters in wanted for p in parameters}
+        for group, parameters in zip(self.optimizer.param_groups, wanted, strict=True):
+            for parameter in group["params"]:
+                if id(parameter) not in alive:
+                    self.optimizer.state.pop(parameter, None)
+            group["params"][:] = parameters  # the list itself stays: a wrapper may hold it
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer updates a parameter."""
+        return any(parameter is member for group in self.optimizer.param_groups for member in group["params"])
+
+    def adopt(self) -> None:
+        """Count all parameters as the user's own, at the end of growth."""
+        self._own = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._hook.remove()
+
+
+def _check_optimizer(optimizer: object, host: nn.Module) -> None:
+    name = type(optimizer).__name__
+    if name in SHARDED or hasattr(optimizer, "_partition_parameters_cache"):
+        raise BadValueError(f"{name} shards its state over ranks, and a seed would join none: use a plain optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise BadValueError(f"optimizer is a {name}; pass the torch optimizer that your loop steps")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BadValueError(
+            "LBFGS keeps one flat vector of all parameters, so none can join: use SGD, AdamW or RMSprop"
+        )
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trainable = [p for p in host.parameters() if p.requires_grad]
+    if trainable and not any(id(p) in known for p in trainable):
+        raise BadValueError(
+            "the optimizer holds none of the model's parameters: it was built for another model, or before the model "
+            "was copied or moved; build it from model.parameters()"
+        )
+
+
+def _parameters_before(host: nn.Module, slot_id: str) -> list[nn.Parameter]:
+    """Parameters of the submodules that are registered before the slot's own."""
+    found: list[nn.Parameter] = []
+    target = host.get_submodule(slot_id)
+    for module in host.modules():
+        if module is target:
+            break
+        found += module.parameters(recurse=False)
+    return found
+
+
+def _check_state(optimizer: Optimizer, state: dict[str, Any]) -> None:  # Any: the state of an optimizer
+    saved = [len(group["params"]) for group in state.get("param_groups", [])]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        raise BadValueError(
+            f"the optimizer's state has groups of {saved} parameters, the optimizer has {present}: load the model's "
+            "state dict first, so that its seeds are there, and then the optimizer's"
+        )

@@ -1,0 +1,156 @@
+"""Where a model can grow: slots chosen from one forward pass.
+
+Stages and blocks come first: submodules with children that run once, return one tensor, have parameters and are not
+part of the head. The outermost are taken; where there are fewer than three, they are opened. A model without blocks,
+such as one flat `nn.Sequential`, gets its slots behind the last layer before each next convolution or linear layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from esper.kasmina.attach import ModuleCall, Stream, stream_behind, trace
+from esper.kasmina.blueprints.registry import BlueprintRegistry
+from esper.leyline import BadValueError, HostMismatchError
+from dataclasses import replace
+
+MOST = 8  # slots of a model
+FEW = 3  # blocks below which the outermost are opened
+CHANNELS_FIRST = (nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d)
+MIXING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Embedding)
+
+
+class Places:
+    """The submodules of a model that can have a slot, from one forward pass."""
+
+    def __init__(self, host: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> None:
+        self.host = host
+        self.names = {module: name for name, module in host.named_modules() if name}
+        calls = trace(host, args, kwargs)
+        self.calls: dict[str, ModuleCall] = {}
+        """Submodules that run once, by name, in the order in which they end"""
+        runs = [call.module for call in calls]
+        for call in calls:
+            if call.module in self.names and runs.count(call.module) == 1:
+                self.calls[self.names[call.module]] = call
+        self.runs = {name: runs.count(module) for module, name in self.names.items()}
+        # The last module with parameters in which no other ran; a fused module hides its parts.
+        ran = [self.names[module] for module in runs if module in self.names and _has_parameters(module)]
+        inner = [name for name in ran if not any(other.startswith(f"{name}.") for other in ran)]
+        self.head = inner[-1] if inner else ""
+
+    def choose(self) -> list[Stream]:
+        """At most eight slots, spread evenly over what was found."""
+        names = self._blocks()
+        if len(names) < 2:
+            names = self._behind_layers()
+        streams = [stream for name in names if (stream := self._usable(name)) is not None]
+        if not streams:
+            raise BadValueError(
+                "no submodule runs once and returns one tensor (images, tokens or vectors) that a seed fits: name the "
+                'slots yourself, such as slots={"layer2": 128}'
+            )
+        step = (len(streams) - 1) / (MOST - 1)
+        return streams if len(streams) <= MOST else [streams[round(index * step)] for index in range(MOST)]
+
+    def named(self, slots: Mapping[str, int]) -> list[Stream]:
+        """The slots that the user named, with their widths."""
+        for name in slots:
+            if self.runs[name] != 1:
+                raise HostMismatchError(
+                    f"submodule {name!r} ran {self.runs[name]} times in one forward pass; a slot needs a submodule that "
+                    "runs exactly once"
+                )
+            self._refuse_layout(name)
+        ordered = [name for name in self.calls if name in slots]
+        return [with_offers(stream_behind(self.host, name, self.calls[name], slots[name])) for name in ordered]
+
+    # -- candidates ---------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> list[str]:
+        blocks = [
+            name
+            for name, call in self.calls.items()
+            if not _is_layer(call.module) and _has_parameters(call.module) and self._before_head(name)
+        ]
+        chosen = _outermost(blocks)
+        while len(chosen) < FEW:
+            opened = {name: _outermost([b for b in blocks if b.startswith(f"{name}.")]) for name in chosen}
+            if not any(opened.values()):
+                return chosen
+            chosen = [inner for name in chosen for inner in (opened[name] or [name])]
+        return chosen
+
+    def _behind_layers(self) -> list[str]:
+        """Behind the last layer with the same output shape, after each layer that mixes channels."""
+        chosen: list[str] = []
+        last: str | None = None
+        for name, call in self.calls.items():
+            if not _is_layer(call.module) or not self._before_head(name):
+                continue
+            if last is not None and (isinstance(call.module, MIXING) or _shape(call) != _shape(self.calls[last])):
+                chosen.append(last)
+                last = None
+            if isinstance(call.module, MIXING) or last is not None:
+                last = name
+        return chosen if last is None else [*chosen, last]
+
+    def _before_head(self, name: str) -> bool:
+        if f"{self.head}.".startswith(f"{name}."):
+            return False
+        order = list(self.calls)
+        return self.head not in order or order.index(name) < order.index(self.head)
+
+    def _usable(self, name: str) -> Stream | None:
+        try:
+            self._refuse_layout(name)
+            stream = with_offers(stream_behind(self.host, name, self.calls[name]))
+        except HostMismatchError:
+            return None
+        return stream if stream[0].blueprints else None
+
+    def _refuse_layout(self, name: str) -> None:
+        """Refuse three axes that are not (batch, tokens, channels)."""
+        output = self.calls[name].output
+        if not isinstance(output, Tensor) or output.dim() != 3:
+            return
+        around = [module for other, module in self.host.named_modules() if _related(other, name)]
+        if any(getattr(module, "batch_first", True) is False for module in around):
+            raise HostMismatchError(
+                f"submodule {name!r} returns (tokens, batch, channels), because its batch_first is False; seeds expect "
+                "(batch, tokens, channels): build it with batch_first=True, or put the slot elsewhere"
+            )
+        inside = [call.module for other, call in self.calls.items() if other == name or other.startswith(f"{name}.")]
+        layers = [module for module in inside if _is_layer(module) and _has_parameters(module)]
+        if layers and isinstance(layers[-1], CHANNELS_FIRST):
+            raise HostMismatchError(
+                f"submodule {name!r} returns (batch, channels, positions) of a {type(layers[-1]).__name__}; seeds expect "
+                "(batch, tokens, channels): put the slot elsewhere"
+            )
+
+
+def with_offers(stream: Stream) -> Stream:
+    """The stream with the blueprints that fit its slot."""
+    spec, like = stream
+    return replace(spec, blueprints=BlueprintRegistry.offers(spec)), like
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _related(module: str, slot: str) -> bool:
+    return module == slot or module.startswith(f"{slot}.") or slot.startswith(f"{module}.") or module == ""
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _shape(call: ModuleCall) -> object:
+    return tuple(call.output.shape) if isinstance(call.output, Tensor) else None

@@ -1,0 +1,71 @@
+"""What a grower tells its user: a record of every step, and a report for a policy of the user's own."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from esper.leyline import LifecycleOp, Measurement, SeedReport, StageChange
+
+
+class Action(NamedTuple):
+    """One decision. A policy of the user's own returns a list of them; plain tuples do as well."""
+
+    op: str
+    """germinate, advance, fossilize or prune"""
+    slot: str
+    blueprint: str = ""
+    """Of a germination"""
+
+
+PAST = {"germinate": "germinated", "advance": "advanced", "fossilize": "committed", "prune": "pruned"}
+OPS = {op.name.lower(): op for op in LifecycleOp}
+
+
+@dataclass(frozen=True)
+class GrowthRecord:
+    """One call of `Grower.step`. Printed, it is one line."""
+
+    step: int
+    accuracy: float | None
+    """Percent on the validation data, where the loss is cross-entropy"""
+    loss: float | None
+    """Mean validation loss"""
+    actions: tuple[Action, ...]
+    changes: tuple[StageChange, ...]
+    contributions: dict[str, Measurement]
+    """Points that silencing each seed would cost, with its error"""
+    grown: int
+    """Parameters of all seeds"""
+    budget: int
+    remarks: tuple[str, ...] = ()
+    """What could not be measured or done, and why"""
+
+    def __str__(self) -> str:
+        done = [f"{PAST[action.op]} {_named(action)} behind {action.slot}" for action in self.actions]
+        what = ", ".join(done) or "waited"
+        return f"step {self.step}: {what} ({self.grown:,} of {self.budget:,})" + "".join(f"; {r}" for r in self.remarks)
+
+
+def _named(action: Action) -> str:
+    return action.blueprint or "the seed"
+
+
+class Offer(NamedTuple):
+    """A blueprint that could be germinated in a slot now."""
+
+    parameters: int
+    worth: float
+    """First-order worth relative to the best offer, 0 to 1"""
+
+
+@dataclass(frozen=True)
+class GrowthReport:
+    """What a policy of the user's own decides on."""
+
+    step: int
+    steps: int
+    budget_left: int
+    accuracy: float | None
+    loss: float | None
+    slots: dict[str, SeedReport]
+    offers: dict[str, dict[str, Offer]] = field(default_factory=dict)
+    """By slot and blueprint; only what fits the slot and the budget"""

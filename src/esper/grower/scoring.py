@@ -1,0 +1,233 @@
+"""Scores of a user's model on batches of validation data, for the network itself and for rows in which a seed is silent.
+
+Rows that are compared have normalisation statistics of their own, from the last training inputs: the layers behind a
+seed have adapted their running statistics to it, so silencing it would otherwise overstate its contribution.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from esper.grower.container import ModelSlots
+from esper.kasmina.compare import IGNORED, RowScore
+from esper.kasmina.slot import Role, Roles
+from esper.leyline import BadValueError
+
+Batch = Any  # what the user's loader yields
+Loss = Callable[[Any, Batch], Tensor]
+"""(output of the model, batch) → one value per sample or token"""
+Forward = Callable[[nn.Module, Batch], Any]
+"""(model, batch) → output of the model"""
+EXAMPLE = "loss=lambda output, batch: F.mse_loss(output, batch[1], reduction='none').flatten(1).mean(1)"
+
+
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """`model(**batch)` for a dict, `model(*batch[:-1])` for a tuple whose last item is the target, else `model(batch)`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch[:-1]) if isinstance(batch, tuple | list) and len(batch) > 1 else model(batch)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]  # a dict of its own kind
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    return type(batch)(to_device(value, device) for value in batch) if isinstance(batch, tuple | list) else batch
+
+
+class Scores(NamedTuple):
+    """Losses (n,), and for classes also whether each prediction is correct (n,)."""
+
+    losses: Tensor
+    correct: Tensor | None
+
+
+class Scorer:
+    """Turns a batch into scores, by the user's loss or by cross-entropy."""
+
+    def __init__(self, loss: Loss | None, forward: Forward | None) -> None:
+        self.loss, self.forward = loss, forward or call_model
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Scores:
+        output = self.forward(model, batch)
+        scores = _classify(output, batch) if self.loss is None else Scores(_checked(self.loss(output, batch)), None)
+        return scores
+
+
+def _checked(losses: object) -> Tensor:
+    if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.is_floating_point() or not len(losses):
+        given = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise BadValueError(
+            f"loss() returned {given}; return one floating-point value per sample, shape (batch,), such as {EXAMPLE}"
+        )
+    return losses
+
+
+def _classify(output: object, batch: Batch) -> Scores:
+    targets = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+    clear = (
+        isinstance(output, Tensor)
+        and isinstance(targets, Tensor)
+        and output.is_floating_point()
+        and targets.dtype in (torch.int64, torch.int32, torch.uint8)
+        and output.dim() >= 2
+        and output.shape[:-1] == targets.shape
+        and output.shape[-1] > 1
+    )
+    if not clear:
+        shown = [
+            f"{tuple(each.shape)} of {each.dtype}" if isinstance(each, Tensor) else type(each).__name__
+            for each in (output, batch if targets is None else targets)
+        ]
+        raise BadValueError(
+            f"outputs {shown[0]} and targets {shown[1]} do not say what the loss is: class scores (…, classes) with "
+            f"class indices (…) would. Pass your own, one value per sample, such as {EXAMPLE}"
+        )
+    assert isinstance(output, Tensor) and isinstance(targets, Tensor)
+    counts = targets.flatten() != IGNORED
+    logits, classes = output.flatten(0, -2)[counts].float(), targets.flatten()[counts].long()
+    return Scores(F.cross_entropy(logits, classes, reduction="none"), logits.argmax(-1) == classes)
+
+
+class InputTap:
+    """A forward pre-hook that keeps the last training inputs, at least 512 samples. A copy of the model keeps none."""
+
+    def __init__(self, samples: int = 512) -> None:
+        self.samples = samples
+        self.kept: list[tuple[tuple[Any, ...], dict[str, Any], int]] = []
+        self.passes = 0
+        """Training passes since the last look"""
+        self.active = True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.active or not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
+        self.kept.append((args, kwargs, 1 if first is None else len(first)))
+        self.passes += 1
+        while sum(count for *_, count in self.kept[1:]) >= self.samples:
+            del self.kept[0]
+
+    def __deepcopy__(self, memo: object) -> "InputTap":
+        copy = InputTap(self.samples)
+        copy.active = False
+        return copy
+
+    def __reduce__(self) -> tuple[type["InputTap"], tuple[int]]:
+        return InputTap, (self.samples,)
+
+
+Statistics = dict[tuple[_NormBase, str], Tensor]
+
+
+class RowRunner:
+    """Runs the user's model as it is, or with other roles and statistics, without leaving a trace."""
+
+    def __init__(self, host: nn.Module, slots: ModelSlots, tap: InputTap) -> None:
+        self.host, self.slots, self.tap = host, slots, tap
+
+    def norms(self) -> list[_NormBase]:
+        """Norms with running statistics that training updates; the user may have frozen others by eval mode."""
+        norms = [m for m in self.host.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        return [norm for norm in norms if norm.training or not self.host.training]
+
+    @torch.no_grad()
+    def calibrate(self, roles: Roles, norms: Sequence[_NormBase]) -> Statistics:
+        """Normalisation statistics of a row: the mean over the kept batches of each batch's own."""
+        if not norms or not self.tap.kept:
+            return {}
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        blank = {(norm, name): torch.zeros_like(getattr(norm, name)) for norm in norms for name in names}
+        with self._playing(roles), _swapped(blank), _cumulative(norms):
+            for args, kwargs, _ in self.tap.kept:
+                self.host(*args, **kwargs)
+        return {(norm, name): value for (norm, name), value in blank.items() if name != names[-1]}
+
+    @contextmanager
+    def row(self, roles: Roles, statistics: Statistics) -> Iterator[nn.Module]:
+        """The model in eval mode with these roles and statistics."""
+        with self._playing(roles), _swapped(statistics):
+            yield self.host
+
+    @contextmanager
+    def _playing(self, roles: Roles) -> Iterator[None]:
+        active, self.tap.active = self.tap.active, False
+        for slot_id, role in roles.items():
+            self.slots[slot_id].role = role
+        try:
+            yield
+        finally:
+            self.tap.active = active
+            for slot_id in roles:
+                self.slots[slot_id].role = Role.MAIN
+
+
+def score_rows(
+    runner: RowRunner, scorer: Scorer, batches: Iterable[Batch], rows: Mapping[str | None, Roles], device: torch.device
+) -> dict[str | None, RowScore]:
+    """Score rows by name in one pass over the batches. A single row uses the running statistics as they are."""
+    norms = runner.norms() if len(rows) > 1 else []
+    parts: dict[str | None, list[Scores]] = {name: [] for name in rows}
+    with eval_mode(runner.host), torch.no_grad():
+        statistics = {name: runner.calibrate(roles, norms) for name, roles in rows.items()}
+        for batch in batches:
+            moved = to_device(batch, device)
+            for name, roles in rows.items():
+                with runner.row(roles, statistics[name]) as model:
+                    parts[name].append(scorer(model, moved))
+    if not all(parts.values()):
+        raise BadValueError("the validation loader yielded no batch: there is nothing to measure")
+    return {name: _joined(scores) for name, scores in parts.items()}
+
+
+def _joined(scores: Sequence[Scores]) -> RowScore:
+    losses = torch.cat([each.losses.float() for each in scores])
+    correct = [each.correct for each in scores if each.correct is not None]
+    return RowScore(torch.cat(correct) if correct else None, losses)
+
+
+@contextmanager
+def eval_mode(host: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode, and every part back into its own mode on exit."""
+    before = [(part, part.training) for part in host.modules()]
+    host.eval()
+    try:
+        yield
+    finally:
+        for part, mode in before:
+            part.training = mode
+
+
+@contextmanager
+def _swapped(statistics: Statistics) -> Iterator[None]:
+    before = {(norm, name): getattr(norm, name) for norm, name in statistics}
+    try:
+        for (norm, name), value in statistics.items():
+            norm._buffers[name] = value
+        yield
+    finally:
+        for (norm, name), value in before.items():
+            norm._buffers[name] = value
+
+
+@contextmanager
+def _cumulative(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Train norms so that their running statistics become the mean over batches."""
+    before = [(norm, norm.training, norm.momentum) for norm in norms]
+    try:
+        for norm in norms:
+            norm.training, norm.momentum = True, None
+        yield
+    finally:
+        for norm, mode, momentum in before:
+            norm.training, norm.momentum = mode, momentum
