@@ -130,8 +130,8 @@ class PPOAgent:
         """Actions, the critic's outputs (n,) (see `values_of`), and the next hidden state.
 
         Observations (n, size) are normalised. Actions are sampled from `uniform` (n, heads), random numbers in [0, 1);
-        by default the agent's generator draws them. Host sync: one, which checks all heads for empty masks and numbers
-        that are not finite.
+        by default the agent's generator draws them. Device sync: one, which checks all heads for empty masks and
+        numbers that are not finite.
         """
         if not greedy and uniform is None:
             uniform = torch.rand((len(observations), len(self.table)), generator=self.generator)
@@ -166,7 +166,7 @@ class PPOAgent:
 
     @torch.no_grad()
     def recompute_values(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Recompute the values of a round after its observations have changed. Host sync: one, for `ends`."""
+        """Recompute the values of a round after its observations have changed. Device sync: one, for `ends`."""
         sequences = buffer.sequences()
         batch = buffer.batch(sequences, np.unique(sequences.rows).tolist())
         encoded = self.network.encode(buffer.observations.flatten(0, 1)[batch.cells])
@@ -175,7 +175,7 @@ class PPOAgent:
         buffer.values.view(-1)[batch.cells] = values
 
     def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
-        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics).
+        """Learn from a round. Device syncs: at most epochs + 2 (`ends`, one per epoch, the metrics).
 
         Rows of the buffer are divided into minibatches, those into pieces (to save memory). The policy's outputs before
         the update are the reference for ratios; with them, advantages and targets are fixed for all epochs. The first
@@ -212,7 +212,7 @@ class PPOAgent:
                 self.optimizer.step()
                 record.figures.update(halted=halted, norm=norm, factor=factor, head_norms=head_norms)
                 records.append(record)
-            if bool(halted):  # host sync: one per epoch
+            if bool(halted):  # device sync: one per epoch
                 break
         metrics = summarise(prepared, records, epoch + 1, self)
         self._count_or_refuse(metrics)

@@ -154,7 +154,7 @@ class TamiyoRolloutBuffer:
         return self.tasks.repeat_interleave(self.capacity)
 
     def sequences(self) -> Sequences:
-        """The sequences of all rows. Host sync: one, for `ends`."""
+        """The sequences of all rows. Device sync: one, for `ends`."""
         ends = self.ends.cpu().numpy()
         sequences = []
         for row, length in enumerate(self._lengths):

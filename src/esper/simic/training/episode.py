@@ -189,7 +189,7 @@ class EpisodeRunner:
         return [dict(self.fleet.states[env]) for env in self._envs]
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
-        """Carry out the actions; returns the changes of stage. Host sync: one, for the actions."""
+        """Carry out the actions; returns the changes of stage. Device sync: one, for the actions."""
         changes, states = [], self._states()
         for row, (env, action) in enumerate(zip(self._envs, actions.tolist(), strict=True)):
             change = apply_action(self.fleet, env, action, self.table, self.slots)

@@ -204,7 +204,7 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
-    """What the anomaly detector reads of a round. Host sync: a few."""
+    """What the anomaly detector reads of a round. Device sync: a few."""
     acting, hacking, ransomware = torch.stack([record.suspect_counts for record in records]).sum(0).tolist()
     return RoundFacts(
         episodes=sum(len(record.objective) for record in records),
