@@ -6,7 +6,7 @@ module and meets the test images for the first and only time.
 
     python examples/grow_by_hand.py               # seconds on one CPU core
 
-What the printed lines show, step by step:
+Each printed line is one step:
 
     alpha         how strongly the seed acts: 0 silent, 1 full
     audition      points of accuracy that the host would gain if the seed acted at full strength (not acting yet)
