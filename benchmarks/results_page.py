@@ -123,7 +123,7 @@ def _heading(stem: str, found: Content) -> str:
         "gain_lasts": f"The gain lasts: {found['task']}",
         "loop_throughput": f"Throughput: {found['task']}, {found.get('machine', {}).get('gpu')}",
     }
-    return HEADINGS.get(stem) or titles.get(kind, found["task"])
+    return HEADINGS.get(stem) or titles.get(kind) or str(found["task"])
 
 
 def _wrap(text: str) -> str:
@@ -152,13 +152,13 @@ def summary(evaluations: Content) -> str:
     """Each learned policy against the best rule on the same hosts, by heading of its section."""
     rows = []
     for heading, found in evaluations.items():
-        policies: Content = found["policies"]
-        rules = [name for name in policies if name.split(":")[0] in RULES]
-        best = max(rules, key=lambda name: statistics.fmean(policies[name]["objective"]), default=None)
+        means = {name: statistics.fmean(each["objective"]) for name, each in found["policies"].items()}
+        best = max((name for name in means if name.split(":")[0] in RULES), key=means.__getitem__, default="")
         for one in found["differences"]:
             if one["against"] == best:
-                mean = statistics.fmean(policies[one["policy"]]["objective"])
-                rows.append([heading, short_name(one["policy"]), f"{mean:+.2f}", short_name(best), _difference(one)])
+                policy = one["policy"]
+                cells = [short_name(policy), f"{means[policy]:+.2f}", short_name(best), _difference(one)]
+                rows.append([heading, *cells])
     return "\n" + _table(["section", "learned", "objective", "best rule", "learned − best rule"], rows) + "\n"
 
 
