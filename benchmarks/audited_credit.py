@@ -1,13 +1,15 @@
 """Is a seed's contribution what the host would lose without it?
 
-Hosts grow random seeds in all slots, of all blueprints. In mid-episode one HOLDING seed of each is audited: its
-contribution, calibrated, on one half of the validation images; and the truth, from twins of one snapshot that train on
-for five steps, one as it is and one with the seed cut at once: the difference of their accuracies on the other half,
-calibrated too. Twins see the same minibatches at the same rates; both begin with empty momentum, as after any restored
-snapshot.
+Hosts grow random seeds in all slots, of all blueprints. During the episode one HOLDING seed of each host is audited:
 
-Spearman's rank correlation over all seeds, and within slots: per slot, then averaged with the number of seeds as
-weight, so that knowing good slots from bad ones does not count. Intervals are bootstrapped over seeds, one per host.
+- Its contribution is measured on one half of the validation images, calibrated.
+- For the truth, twins of one snapshot train on for five steps, one as it is and one with the seed cut at once. The
+  difference of their accuracies is measured on the other half, calibrated too. Twins see the same minibatches at the
+  same rates; both begin with empty momentum, as after any restored snapshot.
+
+The result is Spearman's rank correlation, over all seeds and within slots. The latter is the mean over slots, weighted
+by their number of seeds, so that telling good slots from bad ones does not count. Intervals are bootstrapped over
+seeds, one per host.
 
     python benchmarks/audited_credit.py --live 400 --workers 16
 """
@@ -140,7 +142,7 @@ def tend(fleet: HostFleet, env: int, sowing: Sowing) -> None:
 
 
 def grow(fleet: HostFleet, plans: list[dict[str, Sowing]], steps: int) -> None:
-    """So many steps, without a governor: it would undo what is to be seen."""
+    """Train `steps` steps without a governor, which would undo what is measured here."""
     for _ in range(steps):
         for env, plan in enumerate(plans):
             for sowing in plan.values():

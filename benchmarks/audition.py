@@ -1,8 +1,8 @@
 """Does the audition, before a host weight has moved, rank seeds like the gain after blending?
 
-Every image blueprint in every slot of `digits_blind`, several seeds each: the audition after shadow training (accuracy
-and loss; once with statistics of the rows' own, once with the host's running ones) against the gain over the host that
-never grows, after the ramp, on the same images.
+Every image blueprint grows in every slot of `digits_blind`, with several seeds each. The audition after shadow training
+is compared with the gain over a host that never grows, after the ramp, on the same images. Auditions are measured in
+accuracy and loss, once calibrated and once with the host's running statistics.
 
     python benchmarks/audition.py                 # the full table, about three minutes on one core
 """

@@ -1,12 +1,12 @@
-"""Does what was grown still pay when everybody has trained for longer?
+"""Does the gain last when all hosts train for longer?
 
-Hosts are grown by each policy, each beside its control. At T they are hardened (only fossils stay) and trained on for T
-more steps at their final rate, and so are the controls. What is left of the gain then, as a share of what it was: the
-ratio of the means over hosts and training seeds, with a bootstrap interval over both.
+Each policy grows hosts, and each host has a control. After the T steps of an episode, hosts are hardened (only fossils
+stay). Hosts and controls then train T more steps at their final rate. The share of the gain that is left is the ratio
+of the means over hosts and training seeds, with a bootstrap interval over both.
 
-And against compute: a host that never grows is given the work of the grown one, every shadow, validation, ablation and
-probing pass counted as training: first that of the episode, with the schedule of the rate stretched over it, then that
-of the T steps after it, at the final rate.
+Grown hosts are also compared with equal compute: a host that never grows trains with the whole work of the grown one,
+including shadow, validation, ablation and probe passes. First it gets the work of the episode, with the schedule of the
+rate stretched over it. Then it gets the work of the T steps after it, at the final rate.
 
     python benchmarks/gain_lasts.py --policies runs/s0+runs/s1+runs/s2+runs/s3+runs/s4 schedule heuristic --workers 7
 """
@@ -83,7 +83,7 @@ class Lasting:
 
 
 def shortened(name: str, steps: int | None) -> Task:
-    """The task, with episodes of so many steps."""
+    """The task, with episodes of `steps` steps, or unchanged."""
     task = get_task(name)
     return task if steps is None else replace(task, steps=steps)
 

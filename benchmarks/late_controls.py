@@ -1,9 +1,9 @@
-"""Controls that an evaluation was made without, on its hosts: the oracle, and from what the file says that a policy
-committed, `retrained:` and `static:` hosts of it.
+"""Add controls to a finished evaluation, on the same hosts: the oracle, and `retrained:` and `static:` hosts of its
+first learned policy. What that policy committed is read from the file.
 
     python benchmarks/late_controls.py EVALUATION.json --controls oracle retrained static --out JOINED.json
 
-`wait` runs again too: it has to be equal to the last digit, or hosts and arithmetic are not those of the file.
+`wait` runs again too. If it is not equal to the last digit, hosts or arithmetic differ from those of the file.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SHARED = "wait"
 
 
 def results_of(policy: Content) -> list[Result]:
-    """What a policy came to, per training seed; fossils act by addition and in full, as all of the core heads do."""
+    """Results of a policy, per training seed. Fossils are added at full strength, as by all policies of preset core."""
     return [
         Result(
             seed["objective"],
@@ -41,7 +41,7 @@ def results_of(policy: Content) -> list[Result]:
 
 
 def contenders_of(found: Content, controls: list[str], config: EvaluationConfig) -> dict[str, list[Contender]]:
-    """By name: the oracle, controls of the first learned policy, and the one that is there already."""
+    """By name: the oracle, controls of the first learned policy, and `wait`, which the file already has."""
     learned = next((name for name in found["policies"] if is_learned(name)), None)
     if learned is None or SHARED not in found["policies"]:
         raise BadValueError(f"a learned policy and {SHARED!r} have to be among {list(found['policies'])}")

@@ -3,6 +3,7 @@
 `python tests/karn/test_query_docs.py` prints the tables.
 """
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,8 @@ def tables() -> str:
     parts = []
     for name, view in VIEWS.items():
         lines = [f"| `{column}` | {kind} | {meaning} |" for column, (kind, meaning) in view.columns.items()]
-        parts.append(
-            "\n".join([f"**{name}.** {view.meaning}\n", "| column | type | meaning |", "|---|---|---|", *lines])
-        )
+        meaning = textwrap.fill(f"**{name}.** {view.meaning}", 100, break_on_hyphens=False)
+        parts.append("\n".join([f"{meaning}\n", "| column | type | meaning |", "|---|---|---|", *lines]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -82,9 +82,8 @@ FROM (
 
 VIEWS: Mapping[str, SqlView] = {
     "rounds": SqlView(
-        "A row per complete round, means over its episodes. Beside these columns, every other number of metrics.jsonl"
-        " under its name in lower case with _ for /: reward_gain, ops_wait, ppo_approx_kl, ppo_op_entropy,"
-        " timing_collect_s …",
+        "A row per complete round, with means over its episodes. Every other number of metrics.jsonl is a column too,"
+        " named in lower case with _ for /: reward_gain, ops_wait, ppo_approx_kl, timing_collect_s …",
         {
             **_ROUND,
             "objective": ("DOUBLE", "gain minus the rent of the fossils, points"),

@@ -47,8 +47,8 @@ class ObservationLayout:
         return sum(self.sizes)
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of the host's columns (…, columns) of flat observations (…, size), of those of slots (…, S, columns),
-        of offers (…, S, B, columns), and of the critic, which are hidden from the actor."""
+        """Views into flat observations (…, size): the columns of the host (…, columns), of slots (…, S, columns), of
+        offers (…, S, B, columns), and of the critic (…, columns). The actor does not see the last."""
         host, slots, offers, critic = flat.split(self.sizes, -1)
         slots = slots.unflatten(-1, (self.slots, len(self.slot)))
         return host, slots, offers.unflatten(-1, (self.slots, self.blueprints, len(self.offer))), critic

@@ -139,7 +139,7 @@ class ImageBatches:
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
         """(G, training images), cached until the seeds or the epoch change."""
         cached = self._order
-        # The same tensor, unchanged since: comparing values would be a host sync per minibatch on CUDA.
+        # The same tensor, unchanged since: comparing values would be a device sync per minibatch on CUDA.
         if cached is None or cached[0] != epoch or cached[1] is not seeds or cached[2] != seeds._version:
             order = permutation(self.count, seeds[:, None], epoch, Purpose.ORDER, device=self.images.device)
             cached = self._order = epoch, seeds, seeds._version, order

@@ -140,7 +140,7 @@ class HostFleet:
             rate = self.task.optimiser.rate * rate_factor(progress)
             total += self.train_minibatch(samples, rate, (index + 1) / per_step)
         self._record_gradients()
-        # Host sync: once per step.
+        # Device sync: once per step.
         self.losses = (total / per_step)[: self.n].cpu()
         return self.losses
 
@@ -159,7 +159,7 @@ class HostFleet:
             return self.run_minibatch(plan, samples, *rates)
 
     def run_minibatch(self, plan: PassPlan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
-        """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
+        """The work of a minibatch: no device sync, and nothing that depends on values, so it can be a CUDA graph."""
         for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
             weights.zero_grad()
         inputs, targets = samples
@@ -199,7 +199,7 @@ class HostFleet:
                 buffer.copy_(buffer.lerp(value, BATCH_NORM_MOMENTUM).where(finite, buffer))
 
     def _record_gradients(self) -> None:
-        # Host sync: once per step.
+        # Device sync: once per step.
         norms = {key: tensor.tolist() for key, tensor in self.norms.items()}
         for env, slot_id, state in self.lifecycles.working():
             self.states[env][slot_id] = lifecycle.record_gradient(state, norms[slot_id, str(state.blueprint)][env])

@@ -29,8 +29,9 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates of all envs at once, and the returns A + V. Both are 0 after an env's last step.
 
-    All tensors are (envs, steps), `lengths` (envs,). `ends` marks the last step of a segment; `bootstraps` is the value
-    after it if the segment was truncated or cut, and 0 if it terminated. λ' is 1 if the next step is forced, else λ:
+    All tensors are (envs, steps), `lengths` (envs,). `ends` marks the last step of a sequence; `bootstraps` is the
+    value after it if the sequence was truncated or cut, and 0 if it terminated. λ' is 1 if the next step is forced,
+    else λ:
 
         δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γ·λ'·A_{t+1}
 

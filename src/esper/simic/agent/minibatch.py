@@ -93,7 +93,7 @@ def prepare_round(
     n_tasks = len(returns_normalizer.statistics.mean)
     standardised = losses.standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
     decided = reference.decided & valid.unsqueeze(1)
-    # Selected on the device, without a sync: statistics without a selected value stay as they are.
+    # A mask instead of an `if`, which would be a sync: without a selected value the statistics do not change.
     returns_normalizer.update(returns, tasks, valid & reference.accepted & returns.isfinite().all())
     weights = torch.where(deciding, 1.0, config.forced_value_weight) * valid
     weight, decisions = weights.sum(), deciding.sum().clamp(min=1)

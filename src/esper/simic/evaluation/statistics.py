@@ -85,10 +85,10 @@ def crossed(left: Array, right: Array) -> Estimate:
     policies add up; a policy with one row has none. The host part is that of the difference. They come from mean
     squares M, as M_seed − M_rest and M_host − M_rest. A part below zero counts as zero, and its M is omitted.
 
-    Degrees of freedom are Satterthwaite's, variance² / Σ (c·M)² / f over the mean squares that remain, but seeds and
-    hosts count 1 + CAUTION · (1 − share) / f times, share being what their c·M make up of the variance. Without this,
-    a small M_seed, which has f = 4, makes the error small and the degrees of freedom many at once, and intervals cover
-    94.2 % where seeds and hosts weigh alike. There is at least one degree of freedom.
+    Degrees of freedom are Satterthwaite's: variance² / Σ (c·M)² / f over the mean squares that remain. There is at
+    least one. The terms of seeds and hosts are multiplied by 1 + CAUTION · (1 − share) / f, where share is their part
+    of the variance. Without this, a small M_seed (f = 4) gives a small error and many degrees of freedom at once.
+    Intervals then cover only 94.2 % where seeds and hosts weigh alike.
     `benchmarks/crossed_statistics.py` measures how often the intervals and verdicts are wrong.
     """
     hosts = left.shape[-1]

@@ -49,7 +49,7 @@ class Observer:
     def look(
         self, comparison: FleetComparison, sensing: Sensing, potential: Tensor, last_op: Tensor, last_succeeded: Tensor
     ) -> TrainingSignals:
-        """Signals of all grown envs after a step. Host sync: one, for accuracies and losses of all rows."""
+        """Signals of all grown envs after a step. Device sync: one, for accuracies and losses of all rows."""
         fleet, groups, task = self.fleet, self.groups, self.fleet.task
         accuracies, losses = accuracy_of(comparison.main), loss_of(comparison.main)
         accuracy, control = groups.grown_of(accuracies), groups.control_of(accuracies)

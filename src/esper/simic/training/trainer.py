@@ -1,7 +1,8 @@
 """The training loop: collect a round, update the policy, record it.
 
-An *episode* is the life of one host, T *steps* of one decision each. A *round* is one episode of all hosts in lockstep
-and one update of the policy. A *group* is hosts that begin alike; one of them, the *control*, never grows.
+An *episode* is the life of one host, T *steps* of one decision each. A host with its episode is an *env*. A *round* is
+one episode of all hosts in lockstep and one update of the policy. A *group* is hosts that begin alike; one of them, the
+*control*, never grows. The others, the *grown* envs, belong to the policy.
 """
 
 from pathlib import Path
@@ -24,7 +25,11 @@ from esper.tolaria import get_task
 
 
 class Trainer:
-    """A run in its folder, new or resumed."""
+    """A run in its folder, new or resumed.
+
+    `runners` play episodes, one runner per task; `collector` fills the rollout buffer from them; `agent` holds the
+    policy and updates it; `recorder` writes logs and checkpoints.
+    """
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class Trainer:
             self.folder, restored = RunFolder.create(folder, config, keep_checkpoints), Restored(agent)
         self.agent, self.round = restored.agent, restored.rounds
         self.recorder = Recorder(self.folder, restored, sinks, profile)
-        if config.start is not None and not resume:  # that run may continue, and this one be killed in its first round
+        if config.start is not None and not resume:  # a resume must not read `config.start` again: it may have changed
             self.recorder.save(self.agent, 0)
         self.spans = Spans()
         self.collector = RoundCollector(self.runners, self.agent, config.reward, config.seed, self.spans)
@@ -82,17 +87,17 @@ class Trainer:
     def run_round(self) -> list[RoundRecord]:
         """Collect a round, learn from it, record it; returns a record per task."""
         recorder, buffer = self.recorder, self.collector.buffer
-        self.collector.reward = self.config.reward.at(self.round / self.config.rounds)
+        self.collector.reward = self.config.reward.at(self.round / self.config.rounds)  # the commit price comes late
         with recorder.tracing(self.round, self.spans):
             with self.spans("collect"):
                 records = self.collector.collect(self.round)
-            examination = recorder.examination(self.agent, buffer)
+            examination = recorder.examination(self.agent, buffer)  # None, unless an alarm asked for details
             with self.spans("update"):
                 update = self.agent.update(buffer, examination)
             with self.spans("watch"):
                 recorder.write_events(self.round, records, update, examination)
         measured = recorder.write_metrics(self.round, records, update, self.spans.drain())
-        with interrupts_held():  # a round counts once its checkpoint is written, and then it is shown
+        with interrupts_held():  # the checkpoint completes the round; Ctrl-C must not come between it and the count
             recorder.save(self.agent, self.round + 1)
             self.round += 1
             recorder.show(measured, records)
