@@ -199,10 +199,13 @@ def make_fleet(
     device: torch.device = CPU,
     grown: bool = True,
     isolation: Isolation = "shadow",
+    compute: torch.dtype | None = None,
 ) -> HostFleet:
     """Eight hosts with seeds in every stage, or bare ones."""
     batches = batches_of(task, device)
-    fleet = HostFleet(task, n, device, seeds, batches=batches, dtype=dtype, config=AT_ONCE, isolation=isolation)
+    fleet = HostFleet(
+        task, n, device, seeds, batches=batches, dtype=dtype, compute=compute, config=AT_ONCE, isolation=isolation
+    )
     if grown:
         grow(fleet, SEEDLINGS[kind_of(task)], task.slot_ids)
     return fleet
