@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,7 +92,8 @@ def prepare_round(
     valid, advantages, returns = (tensor.flatten() for tensor in (buffer.valid, *estimates))
     deciding, tasks = valid & ~forced, buffer.cell_tasks
     n_tasks = len(returns_normalizer.statistics.mean)
-    standardised = losses.standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
+    floors = buffer.moved(np.array(config.floors(n_tasks), np.float32))
+    standardised = losses.standardise(advantages, deciding, tasks, n_tasks, floors)
     decided = reference.decided & valid.unsqueeze(1)
     # Selected on the device, without a sync: statistics without a selected value stay as they are.
     returns_normalizer.update(returns, tasks, valid & reference.accepted & returns.isfinite().all())

@@ -58,6 +58,7 @@ class TrainConfig:
             )
         if self.isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
+        self.ppo.floors(len(self.tasks))
         check_gamma(self.reward.gamma, self.ppo.gamma)
 
     @property
@@ -66,12 +67,13 @@ class TrainConfig:
         return tuple(name.strip() for name in self.task.split(","))
 
     def agent_config(self, *tasks: Task) -> PPOConfig:
-        """PPO's settings, completed with what follows from the tasks: WAIT bias, steps and the floor of advantages."""
+        """PPO's settings, completed with what follows from the tasks: WAIT bias, steps and the floors of advantages."""
         ops = len(head_preset(self.preset).heads[0].choices)
         network = replace(self.ppo.network, first_bias=self.ppo.network.first_bias or (WAIT_BIAS, *(0.0,) * (ops - 1)))
         # The standard error of a gain in points, if the two hosts disagree on one image in ten.
         errors = (100 * float((0.1 / task.validation_size) ** 0.5) for task in tasks)
-        floor = max(self.ppo.advantage_floor, *errors)
+        floors = tuple(map(max, self.ppo.floors(len(tasks)), errors))
+        floor = floors if len(tasks) > 1 else floors[0]
         return replace(self.ppo, network=network, steps=max(task.steps for task in tasks), advantage_floor=floor)
 
 
