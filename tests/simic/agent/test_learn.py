@@ -1,5 +1,6 @@
 """`learn` on Gymnasium environments: spaces, masks, truncation, evaluation, keeping and going on."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import FlattenObservation
 
 from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import Learned, NotFiniteError, PPOConfig, SpaceError, learn
@@ -110,6 +112,22 @@ def test_learns_on_every_kind_of_space(make: Made) -> None:
 def test_refuses_other_spaces(make: Made) -> None:
     with pytest.raises(SpaceError, match="allowed"):
         learn(make, total_steps=64, config=SMALL, progress=False)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        spaces.Box(0, 255, (84, 84, 3), np.uint8),
+        spaces.Box(0, 1, (4, 8, 8), np.float32),
+        spaces.Box(0, 255, (8, 8), np.uint8),
+        spaces.Box(0, 1, (2, 4, 8, 8), np.float32),
+    ],
+)
+def test_refuses_images(seen: spaces.Box) -> None:
+    """The error names the shape and the remedy, which works."""
+    with pytest.raises(SpaceError, match=rf"shape {re.escape(str(seen.shape))}.* images.*FlattenObservation"):
+        learn(lambda: Bandit(seen=seen), total_steps=64, config=SMALL, progress=False)
+    learn(lambda: FlattenObservation(Bandit(seen=seen)), total_steps=16, n_envs=2, config=SMALL, progress=False)
 
 
 def test_refuses_environments_that_differ() -> None:
