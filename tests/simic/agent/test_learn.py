@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import FlattenObservation
 
 from esper.leyline import BadValueError, CheckpointError
-from esper.simic.agent import Learned, NotFiniteError, PPOConfig, SpaceError, learn
+from esper.simic.agent import Learned, LearnProgress, NotFiniteError, PPOConfig, SpaceError, learn
 from esper.simic.agent.environments import EnvBatch, SpaceCodec
 from esper.simic.agent.learning import RolloutCollector
 from esper.simic.agent.ppo import PPOAgent
@@ -273,6 +273,26 @@ def test_comes_back_from_disk(tmp_path: Path) -> None:
     (tmp_path / "policy" / "agent.json").unlink()
     with pytest.raises(CheckpointError):
         Learned.load(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("no", [False, np.False_])
+def test_a_callback_sees_every_update_and_can_stop(tmp_path: Path, no: bool) -> None:
+    """It may evaluate and save, which changes nothing of the training."""
+    seen: list[LearnProgress] = []
+
+    def callback(state: LearnProgress) -> bool | None:
+        seen.append(state)
+        state.learned.evaluate(2, seed=0, greedy=False)
+        state.learned.save(tmp_path / str(len(seen)))
+        return no if len(seen) == 3 else (None, True)[len(seen) % 2]
+
+    whole = learn(Bandit, total_steps=5 * 32, n_envs=4, config=SMALL, progress=False)
+    stopped = learn(Bandit, total_steps=5 * 32, n_envs=4, config=SMALL, progress=False, callback=callback)
+    assert [state.steps for state in seen] == [32, 64, 96]
+    assert [state.metrics for state in seen] == stopped.history == whole.history[:3]
+    assert seen[0].mean_return == np.mean([total for _, total in whole.returns[:32]])
+    assert all(state.learned is stopped for state in seen)
+    assert Learned.load(tmp_path / "2").agent.updates == 2
 
 
 @pytest.mark.parametrize(("total_steps", "n_envs"), [(3, 8), (64, 0)])

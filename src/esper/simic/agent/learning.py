@@ -1,8 +1,9 @@
 """Training on Gymnasium environments with discrete actions."""
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from esper.tamiyo.network import HiddenState
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RECENT = 100  # episodes in the mean return that the progress bar shows
+RECENT = 100  # episodes in the mean return of a `LearnProgress`
 EVALUATED_AT_ONCE = 16
 
 
@@ -102,6 +103,15 @@ class Learned:
         return cls(agent, extras["codec"], make_env)
 
 
+class LearnProgress(NamedTuple):
+    """The state of a training after an update, for callbacks."""
+
+    learned: Learned  # the policy so far, to evaluate or save
+    steps: int  # environment steps so far
+    mean_return: float  # of the last 100 episodes; NaN before the first has ended
+    metrics: PPOUpdateMetrics
+
+
 def normalise(agent: PPOAgent, observations: Tensor) -> Tensor:
     """Normalise a copy of raw observations (n, size) on the agent's device."""
     return agent.normalise(observations.to(agent.device, copy=True))
@@ -116,12 +126,14 @@ def learn(
     config: PPOConfig | None = None,
     device: str = "cpu",
     progress: bool = True,
+    callback: Callable[[LearnProgress], bool | None] | None = None,
 ) -> Learned:
     """Train a policy with PPO on the environments that `make_env()` returns.
 
     Observations may be Box or Discrete, actions Discrete or MultiDiscrete. Masks come from `info["action_mask"]` or a
     method `action_masks()`; for MultiDiscrete, as one array per component or one for all. Training runs as many whole
-    rounds of `n_envs × config.steps` steps as `total_steps` allows.
+    rounds of `n_envs × config.steps` steps as `total_steps` allows. It calls `callback` after every update, and ends
+    early if that returns False.
     """
     config = config if config is not None else PPOConfig()
     require_whole("total_steps", total_steps, n_envs * config.steps, remark=f" (a round: {n_envs} × {config.steps})")
@@ -135,8 +147,11 @@ def learn(
     with closing(envs), progress_bar("learning", rounds, shown=progress) as advance:
         for _ in range(rounds):
             learned.history.append(agent.update(collector.collect()))
-            recent = [total for _, total in learned.returns[-RECENT:]]
-            advance(1, f"return {np.mean(recent or np.nan):.4g}")
+            recent = float(np.mean([total for _, total in learned.returns[-RECENT:]] or np.nan))
+            advance(1, f"return {recent:.4g}")
+            state = LearnProgress(learned, collector.steps, recent, learned.history[-1])
+            if callback is not None and isinstance(wanted := callback(state), bool | np.bool_) and not wanted:
+                break
     return learned
 
 
