@@ -15,8 +15,9 @@ from gymnasium.wrappers import FlattenObservation
 
 from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import Learned, LearnProgress, NotFiniteError, PPOConfig, SpaceError, learn
+from esper.simic.agent.checkpoint import agent_tensors
 from esper.simic.agent.environments import EnvBatch, SpaceCodec
-from esper.simic.agent.learning import RolloutCollector
+from esper.simic.agent.learning import RewardScale, RolloutCollector
 from esper.simic.agent.ppo import PPOAgent
 from esper.tamiyo import EmptyMaskError, NetworkConfig
 
@@ -293,6 +294,40 @@ def test_a_callback_sees_every_update_and_can_stop(tmp_path: Path, no: bool) -> 
     assert seen[0].mean_return == np.mean([total for _, total in whole.returns[:32]])
     assert all(state.learned is stopped for state in seen)
     assert Learned.load(tmp_path / "2").agent.updates == 2
+
+
+def test_training_continues_from_disk(tmp_path: Path) -> None:
+    """Episodes end with the rounds, so the environments have no state to lose: a training that was stopped, saved,
+    loaded and continued equals one that was not, in weights, moments, normalisers and counters."""
+
+    def train(**others: Any) -> Learned:
+        return learn(lambda: Bandit(length=8), total_steps=6 * 32, n_envs=4, progress=False, **others)
+
+    whole, stopped = train(config=SMALL), train(config=SMALL, callback=lambda state: state.steps < 64)
+    assert (stopped.agent.updates, stopped.agent.total_updates) == (2, 6)
+    stopped.save(tmp_path / "policy")
+    loaded = Learned.load(tmp_path / "policy")
+    again = train(start=loaded, config=SMALL, seed=5)
+    assert again is loaded
+    expected, found = (agent_tensors(learned.agent) for learned in (whole, again))
+    assert {name for name in expected if not torch.equal(expected[name], found[name])} == set()
+    for name, value in whole.reward_statistics.state_dict().items():
+        assert torch.equal(value, again.reward_statistics.state_dict()[name])
+    assert (again.agent.updates, again.agent.progress) == (6, 1.0)
+    assert (again.history, again.returns) == (whole.history[2:], whole.returns[8:])
+
+
+def test_training_that_cannot_continue_is_refused(tmp_path: Path) -> None:
+    """Nothing left to do, another configuration, other spaces, damaged statistics of rewards."""
+    done = learn(Bandit, total_steps=64, n_envs=4, config=SMALL, progress=False)
+    with pytest.raises(BadValueError, match=r"total_steps 64 .* 96 or more \(3 rounds of 4 × 8; 2 are done\)"):
+        learn(Bandit, total_steps=64, n_envs=4, start=done, progress=False)
+    with pytest.raises(BadValueError, match="omit config"):
+        learn(Bandit, total_steps=96, n_envs=4, start=done, config=replace(SMALL, rate=1.0), progress=False)
+    with pytest.raises(SpaceError, match="same spaces"):
+        learn(lambda: Bandit(spaces.Discrete(7)), total_steps=96, n_envs=4, start=done, progress=False)
+    with pytest.raises(BadValueError, match="not finite, or below 0"):
+        RewardScale(0.0, -1.0, 3.0)
 
 
 @pytest.mark.parametrize(("total_steps", "n_envs"), [(3, 8), (64, 0)])
