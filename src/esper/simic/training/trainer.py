@@ -89,6 +89,7 @@ class Trainer:
             examination = recorder.examination(self.agent, buffer)
             with self.spans("update"):
                 update = self.agent.update(buffer, examination)
+            recorder.note_failed_compile(self.agent, self.round)
             with self.spans("watch"):
                 recorder.write_events(self.round, records, update, examination)
         measured = recorder.write_metrics(self.round, records, update, self.spans.drain())
