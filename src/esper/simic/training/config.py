@@ -33,6 +33,7 @@ class TrainConfig:
     rounds: int = 20  # an episode of all hosts each, then an update of the policy
     hosts: int = 32  # hosts per round, controls included, divided equally among the tasks
     members: int = 3  # hosts per group, without its control
+    batch: int | None = None  # minibatch size of the hosts (default: the task's)
     seed: int = 0  # random seed of the run
     start: Path | None = None  # run whose trained controller and observation statistics this run starts with
     preset: str = "core"  # heads and ops of the controller: core or full
@@ -48,6 +49,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):
             require_whole(name, getattr(self, name), 1)
+        if self.batch is not None:
+            require_whole("batch", self.batch, 1)
         head_preset(self.preset)
         for name in self.tasks:
             get_task(name)

@@ -4,6 +4,7 @@ An *episode* is the life of one host, T *steps* of one decision each. A *round* 
 and one update of the policy. A *group* is hosts that begin alike; one of them, the *control*, never grows.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -103,7 +104,6 @@ class Trainer:
 def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
     """The hosts of one task in their groups; all tasks have the same number."""
     groups = Groups.of(config.hosts // len(config.tasks), config.members)
-    fleet = growth_fleet(
-        get_task(task), groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation
-    )
+    spec = get_task(task) if config.batch is None else replace(get_task(task), batch=config.batch)
+    fleet = growth_fleet(spec, groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
     return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)
