@@ -54,7 +54,8 @@ def decode(hint: Any, value: Json, where: str) -> Any:  # Any: a type, and a val
     """Convert JSON to the type `hint`. Objects must have exactly the fields of their dataclass; a bool is no int."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        return None if value is None else decode(next(h for h in inner if h is not NoneType), value, where)
+        kinds = [kind for kind in inner if kind is not NoneType]  # of two, the second is a tuple
+        return None if value is None else decode(kinds[-1] if isinstance(value, list) else kinds[0], value, where)
     if origin is tuple and isinstance(value, list) and (inner[-1] is Ellipsis or len(inner) == len(value)):
         hints = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         items = zip(hints, value, strict=True)

@@ -5,10 +5,10 @@
 | StageChanged, Panicked, SeedSuspected, EpisodeEnded | stage, panic, suspect, episode | `events.jsonl` |
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
-| RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
+| RunBegun, RunResumed, RunEnded, CompileFailed | begun, resumed, ended, compile_failed | `sessions.jsonl` |
 
 The first two files depend only on the seed, apart from the seconds that a round took: a run that was killed and resumed
-writes the same as one that never stopped. The third holds what depends on the clock.
+writes the same as one that never stopped. The third holds what depends on the clock or the machine.
 """
 
 from collections.abc import Iterator, Mapping
@@ -164,7 +164,17 @@ class RunEnded:
     dropped: int  # events that sinks missed
 
 
-Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded
+@dataclass(frozen=True)
+class CompileFailed:
+    """`torch.compile` failed; the run continues in eager mode."""
+
+    kind: ClassVar[str] = "compile_failed"
+    time: str
+    round: int
+    why: str  # the compiler's error
+
+
+Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded | CompileFailed
 
 
 def as_line(event: Event) -> dict[str, Json]:

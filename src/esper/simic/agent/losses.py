@@ -82,9 +82,9 @@ class Standardised(NamedTuple):
     floored: Tensor  # bool: the deviation was below the floor; False for tasks without a step
 
 
-def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float) -> Standardised:
+def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float | Tensor) -> Standardised:
     """Centre and scale advantages (n,) per task by their moments over the steps with `weight` (n,) bool. The floor of
-    the deviation keeps rounds without differences from being scaled up into noise."""
+    the deviation, or (n_tasks,), keeps rounds without differences from being scaled up into noise."""
     zeros = torch.zeros(n_tasks, dtype=advantages.dtype, device=advantages.device)
     count = zeros.index_add(0, tasks, weight.to(advantages.dtype))
     divisor = count.clamp(min=1)

@@ -79,6 +79,7 @@ class PPOAgent:
         self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
         owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
         self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head
+        self.compile_error = ""  # why the compiler failed, until someone has logged it
         self.compile(self.config.compile)
 
     @property
@@ -110,6 +111,7 @@ class PPOAgent:
                 raise
             warnings.warn(f"torch.compile failed, continuing without it: {error}", RuntimeWarning, stacklevel=3)
             self.compile("off")
+            self.compile_error = str(error)
             return work(*arguments, **settings)
 
     def normalise(self, raw: Tensor) -> Tensor:

@@ -92,6 +92,12 @@ class Recorder:
             log.write(**events.as_line(event))
         self.hub.publish(event)
 
+    def note_failed_compile(self, agent: PPOAgent, round_index: int) -> None:
+        """Log that the compiler failed in this round, if it did: in `sessions.jsonl`, for it depends on the machine."""
+        if agent.compile_error:
+            self._note(events.CompileFailed(_now(), round_index, agent.compile_error))
+            agent.compile_error = ""
+
     @contextmanager
     def tracing(self, round_index: int, spans: Spans) -> Iterator[None]:
         """Trace the block if it is the round to profile, with the spans as ranges in the trace."""

@@ -5,6 +5,7 @@ one episode of all hosts in lockstep and one update of the policy. A *group* is 
 *control*, never grows. The others, the *grown* envs, belong to the policy.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -94,6 +95,7 @@ class Trainer:
             examination = recorder.examination(self.agent, buffer)  # None, unless an alarm asked for details
             with self.spans("update"):
                 update = self.agent.update(buffer, examination)
+            recorder.note_failed_compile(self.agent, self.round)
             with self.spans("watch"):
                 recorder.write_events(self.round, records, update, examination)
         measured = recorder.write_metrics(self.round, records, update, self.spans.drain())
@@ -107,7 +109,6 @@ class Trainer:
 def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
     """The hosts of one task in their groups; all tasks have the same number."""
     groups = Groups.of(config.hosts // len(config.tasks), config.members)
-    fleet = growth_fleet(
-        get_task(task), groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation
-    )
+    spec = get_task(task) if config.batch is None else replace(get_task(task), batch=config.batch)
+    fleet = growth_fleet(spec, groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
     return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)
