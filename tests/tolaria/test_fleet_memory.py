@@ -14,6 +14,7 @@ from fleets import (
     Kind,
     batches_of,
     difference,
+    evaluation_rows,
     held_bytes,
     make_fleet,
     same_bits,
@@ -213,7 +214,7 @@ def test_an_audition_does_not_know_who_else_grows_the_same() -> None:
     samples, calibration = fleet.batches.validation(), fleet.batches.calibration(64)
 
     def audition() -> RowScore:
-        rows, whose = fleet.evaluation_rows()
+        rows, whose = evaluation_rows(fleet)
         (row,) = [row for row, seed in whose.items() if seed == (7, "r1c2")]
         return score_rows(fleet, rows, samples, calibration)[row]
 

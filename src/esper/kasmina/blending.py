@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.layers import Linear
-from esper.leyline import ALPHA_CURVES, BLEND_STYLES, BadValueError, SlotSpec, StageError, UnknownNameError
+from esper.leyline import ALPHA_CURVES, BadValueError, StageError, UnknownNameError
 
 
 def curve_value(curve: str, t: float) -> float:
@@ -95,23 +95,14 @@ def gate_parameters(style: str, width: int) -> int:
     return width + 1 if style == "gate" else 0
 
 
-def make_gate(style: str, spec: SlotSpec) -> BlendGate | None:
-    """The gate of a style, or None if it has none."""
-    if style not in BLEND_STYLES:
-        raise UnknownNameError("blending style", style, BLEND_STYLES)
-    return BlendGate(spec.width, spec.topology) if style == "gate" else None
-
-
 def blend(h: Tensor, delta: Tensor, alpha: Tensor | float, style: str, gate: BlendGate | None = None) -> Tensor:
-    """The stream with the seed acting at `alpha`, a number or a tensor that broadcasts against h."""
-    if style == "add":
-        return h + alpha * delta
+    """The stream with the seed acting at `alpha`, a number or a tensor that broadcasts against h.
+
+    Style `gate` needs the gate.
+    """
     if style == "multiply":
         return h * (1 + alpha * torch.tanh(delta))
-    if gate is None:
-        raise UnknownNameError("blending style without a gate", style, BLEND_STYLES[:-1])
-    opened: Tensor = gate(h)
-    return h + alpha * opened * delta
+    return h + alpha * delta if gate is None else h + alpha * gate(h) * delta
 
 
 def straight_through(h: Tensor, blended: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from esper.leyline import (
 from esper.leyline.numbers import refuse
 from esper.leyline.records import Json, decode, encode
 from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
+
+if TYPE_CHECKING:
+    from esper.kasmina.model import MorphogeneticModel
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -166,17 +170,16 @@ class Checkpoint:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def save(
-    folder: Path, body: Body, *, isolation: Isolation, config: LifecycleConfig, budget: int | None, rng_seed: int
-) -> None:
+def save(folder: Path, grown: "MorphogeneticModel") -> None:
     """Write a checkpoint. An existing one is replaced as a whole once the new one is complete."""
+    body = grown.body
     model = SavedModel(
         host=_saved_host(body),
         dtype=str(next(body.host.parameters(), torch.empty(())).dtype).removeprefix("torch."),
-        isolation=isolation,
-        config=config,
-        budget=budget,
-        rng_seed=rng_seed,
+        isolation=grown.isolation,
+        config=grown.config,
+        budget=grown.budget,
+        rng_seed=grown.rng_seed,
         slots=tuple(SavedSlot(slot.known_spec, slot.state) for _, slot in body.slot_items()),
         frozen=tuple(name for name, parameter in body.named_parameters() if not parameter.requires_grad),
     )

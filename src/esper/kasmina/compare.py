@@ -60,25 +60,6 @@ class RowScore(NamedTuple):
         return float(self.losses.double().mean())
 
 
-def paired_accuracy(row: RowScore, other: RowScore) -> Measurement:
-    """Accuracy of `row` minus that of `other` in points, with the paired error.
-
-    From discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
-    """
-    count = row.correct.numel()
-    won = float((row.correct & ~other.correct).sum()) / count
-    lost = float((other.correct & ~row.correct).sum()) / count
-    variance = max(0.0, won + lost - (won - lost) ** 2)
-    return Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count))
-
-
-def paired_loss(row: RowScore, other: RowScore) -> Measurement:
-    """Loss of `other` minus that of `row`, with the paired standard error."""
-    difference = (other.losses - row.losses).double()
-    error = float(difference.std()) / math.sqrt(difference.numel()) if difference.numel() > 1 else math.inf
-    return Measurement(float(difference.mean()), error)
-
-
 class PairedDifference(NamedTuple):
     """A seed's effect in points of accuracy and in loss; positive is better."""
 
@@ -87,8 +68,18 @@ class PairedDifference(NamedTuple):
 
 
 def paired_difference(row: RowScore, other: RowScore) -> PairedDifference:
-    """How much better `row` is than `other`."""
-    return PairedDifference(paired_accuracy(row, other), paired_loss(row, other))
+    """How much better `row` is than `other`, with paired standard errors.
+
+    That of the accuracy follows from discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
+    """
+    count = row.correct.numel()
+    won = float((row.correct & ~other.correct).sum()) / count
+    lost = float((other.correct & ~row.correct).sum()) / count
+    variance = max(0.0, won + lost - (won - lost) ** 2)
+    accuracy = Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count))
+    losses = (other.losses - row.losses).double()
+    error = float(losses.std()) / math.sqrt(count) if count > 1 else math.inf
+    return PairedDifference(accuracy, Measurement(float(losses.mean()), error))
 
 
 class Comparison(NamedTuple):

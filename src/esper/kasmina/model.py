@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import checkpoint, lifecycle
 from esper.kasmina.compare import Comparison, compare, cross_entropy
-from esper.kasmina.harden import harden
+from esper.kasmina.harden import harden as harden_model
 from esper.kasmina.hosts import Host
 from esper.kasmina.layers import count_parameters
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
@@ -158,7 +158,7 @@ class MorphogeneticModel(nn.Module):
         """Plant a seed in a dormant slot. Its first ramp takes `tempo` steps to `alpha_target`."""
         slot = self.body.slot(slot_id)
         left = None if self.budget is None else self.budget - self.grown_parameter_count
-        state = lifecycle.sow(
+        state = lifecycle.germinate(
             slot.state, slot.spec, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
         before = slot.state.stage
@@ -269,14 +269,7 @@ class MorphogeneticModel(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint, weights as safetensors and the rest as JSON. Replaces the one in `folder`."""
-        checkpoint.save(
-            Path(folder),
-            self.body,
-            isolation=self.isolation,
-            config=self.config,
-            budget=self.budget,
-            rng_seed=self.rng_seed,
-        )
+        checkpoint.save(Path(folder), self)
 
     @classmethod
     def load(cls, folder: str | Path, model: "MorphogeneticModel | None" = None) -> "MorphogeneticModel":
@@ -303,20 +296,4 @@ class MorphogeneticModel(nn.Module):
         self.budget, self.rng_seed = saved.budget, saved.rng_seed
         self._notify()
 
-    def harden(
-        self,
-        folder: str | Path | None = None,
-        *,
-        keep: Sequence[str] = (),
-        drop: Sequence[str] = (),
-        calibration: Tensor | None = None,
-        example: Tensor | None = None,
-    ) -> nn.Module:
-        """A plain torch module with the fossils built in. With a folder, also write files that load without Esper.
-
-        Name live seeds that are not fossils in `keep` or `drop`. Dropping an acting seed changes the activations behind
-        it, so the running statistics are recomputed from `calibration` (training inputs). An attached host is also
-        written as `model.pt2`, traced with the `example` input. The model itself does not change.
-        """
-        path = None if folder is None else Path(folder)
-        return harden(self.body, path, keep=keep, drop=drop, calibration=calibration, example=example)
+    harden = harden_model

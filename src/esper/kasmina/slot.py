@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blending import BlendGate, blend, make_gate, straight_through
+from esper.kasmina.blending import BlendGate, blend, straight_through
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.hosts import Host, refuse_state
 from esper.kasmina.layers import Statistics, count_parameters, named_statistics, write_statistics
@@ -108,7 +108,7 @@ class SeedSlot(nn.Module):
             self.seed = BlueprintRegistry.build(
                 self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
             )
-            self.gate = make_gate(state.style, self.spec)
+            self.gate = BlendGate(self.spec.width, self.spec.topology) if state.style == "gate" else None
         self.to(device=like.device, dtype=like.dtype)
         self.settle(state)
 

@@ -29,7 +29,7 @@ from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measurement import FleetComparison, measure, measure_committed
 from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
 from esper.tolaria.passes import StackedHost, row_losses
-from esper.tolaria.rows import LEAST_ROWS, PassPlan, Rows, eval_rows, make_plan
+from esper.tolaria.rows import LEAST_ROWS, PassPlan, make_plan
 from esper.tolaria.tasks import Task
 
 
@@ -269,11 +269,6 @@ class HostFleet:
             return list(self.banks)
         busy = {(slot_id, str(state.blueprint)) for _, slot_id, state in self.lifecycles.working()}
         return [key for key in self.banks if key in busy]
-
-    def evaluation_rows(self) -> tuple[Rows, dict[int, tuple[int, str]]]:
-        """The rows of a validation of all envs, and (env, slot) of the extra ones by their number."""
-        self.update_plan()
-        return eval_rows(self, range(len(self.host.weights)))
 
     def tick(self) -> list[tuple[int, StageChange]]:
         """End a step for every env: counters, schedules, cooldowns, automatic changes of stage."""

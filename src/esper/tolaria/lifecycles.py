@@ -28,11 +28,11 @@ class Lifecycles:
         """Plant a seed in a dormant slot of one env."""
         state, slot = self._state(env, slot_id), self.fleet.slots[slot_id]
         left = self.fleet.budget - self.grown_parameters(env)
-        sown = lifecycle.sow(
+        seed = lifecycle.germinate(
             state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
-        self.fleet.plant(env, slot_id, sown)
-        return self._replace(env, slot_id, sown, "germinate")
+        self.fleet.plant(env, slot_id, seed)
+        return self._replace(env, slot_id, seed, "germinate")
 
     def advance(self, env: int, slot_id: str) -> StageChange:
         """One transition forward."""
