@@ -138,10 +138,7 @@ def _probe(
     for name, width in widths.items():
         own = [index for index, (module, _) in enumerate(calls) if module is host.get_submodule(name)]
         if len(own) != 1:
-            raise HostMismatchError(
-                f"submodule {name!r} ran {len(own)} times in one forward pass; "
-                "a slot needs a submodule that runs exactly once"
-            )
+            raise HostMismatchError(f"submodule {name!r} ran {len(own)} times in one forward pass; a slot needs one")
         streams[name] = _stream(host, name, width, calls[own[0]][1], layers[own[0]] / max(layers[-1], 1))
     return streams
 
@@ -153,10 +150,8 @@ def _stream(host: nn.Module, name: str, width: int, h: object, position: float) 
         raise HostMismatchError(f"submodule {name!r} returns {h.dtype}; a slot needs a floating-point stream")
     topology = TOPOLOGY_OF_AXES.get(h.dim())
     if topology is None:
-        raise HostMismatchError(
-            f"submodule {name!r} returns a tensor of shape {tuple(h.shape)}; a slot needs an image (B, C, H, W), "
-            "tokens (B, T, C) or a vector (B, C)"
-        )
+        needed = "a slot needs an image (B, C, H, W), tokens (B, T, C) or a vector (B, C)"
+        raise HostMismatchError(f"submodule {name!r} returns a tensor of shape {tuple(h.shape)}; {needed}")
     if h.shape[WIDTH_AXIS[topology]] != width:
         raise HostMismatchError(
             f"slot {name!r} was declared with width {width}, but {topology} of width {h.shape[WIDTH_AXIS[topology]]} "

@@ -52,9 +52,7 @@ class AlphaController:
     def retarget(self, target: float, steps: int, curve: str = "linear") -> "AlphaController":
         """Start a ramp to `target`. With 0 steps alpha jumps there at once."""
         if not self.holding:
-            raise StageError(
-                f"alpha is on its way to {self.target}, step {self.done} of {self.steps}: wait until it holds"
-            )
+            raise StageError(f"alpha is on its way to {self.target} (step {self.done} of {self.steps}); wait for it")
         begun = AlphaController(self.alpha, self.alpha, target, steps, 0, curve)
         return begun if steps else replace(begun, alpha=target)
 

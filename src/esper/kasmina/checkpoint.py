@@ -191,9 +191,7 @@ def save(folder: Path, grown: "MorphogeneticModel") -> None:
     for name, tensor in body.host.state_dict().items():  # a host is rebuilt in one dtype
         floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
         if model.host.kind is not None and floating and tensor.dtype != wanted:
-            raise CheckpointError(
-                f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all of a {model.host.kind} at once"
-            )
+            raise CheckpointError(f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all at once")
     write_stored(folder, MODEL, {"model": encoded}, _tensors(body))
 
 
@@ -251,10 +249,8 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
 def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], where: str) -> None:
     given = _saved_host(body)
     if saved.host.kind is not None and (saved.host.kind, saved.host.config) != (given.kind, given.config):
-        raise CheckpointError(
-            f"{where} holds a {saved.host.kind} of {saved.host.config}, "
-            f"the given model a {given.class_name} of {given.config}"
-        )
+        model = f"the given model a {given.class_name} of {given.config}"
+        raise CheckpointError(f"{where} holds a {saved.host.kind} of {saved.host.config}, {model}")
     if list(slots) != list(saved.slot_ids):
         raise CheckpointError(f"{where} has slots {list(saved.slot_ids)}, the given model {list(slots)}")
     for entry in saved.slots:
@@ -284,9 +280,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _check_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
     missing, extra = sorted(set(targets) - set(given)), sorted(set(given) - set(targets))
     if missing or extra:
-        raise CheckpointError(
-            f"{where}: {MODEL.weights} lacks {missing}, and holds {extra}, which the model does not have"
-        )
+        raise CheckpointError(f"{where}: {MODEL.weights} lacks {missing}, and holds {extra}, unknown to the model")
     for name, target in targets.items():
         stored, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (given[name], target))
         if stored != expected:

@@ -32,15 +32,11 @@ def check_targets(logits: Tensor, targets: Tensor) -> None:
         given = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise BadValueError(f"the host returns {given}; class scores, one floating-point tensor, are needed")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
-        raise BadValueError(
-            f"targets of {targets.dtype} are no class indices (int64): train on them with losses(…, criterion=…); "
-            "accuracies, and so auditions and contributions, exist for classes alone"
-        )
+        remedy = "train on them with losses(…, criterion=…); only classes have accuracies, and so auditions"
+        raise BadValueError(f"targets of {targets.dtype} are no class indices (int64): {remedy}")
     if logits.dim() < 2 or logits.shape[:-1] != targets.shape:
-        raise BadValueError(
-            f"targets of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}: "
-            "scores (…, classes) need targets (…), with the classes in the last axis"
-        )
+        given, scores = tuple(targets.shape), tuple(logits.shape)
+        raise BadValueError(f"targets of shape {given} do not fit scores of shape {scores}, which must be (…, classes)")
 
 
 class RowScore(NamedTuple):

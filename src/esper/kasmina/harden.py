@@ -115,10 +115,8 @@ def choose(body: Body, keep: Sequence[str], drop: Sequence[str]) -> list[Growth]
     }
     if undecided:
         listed = ", ".join(f"{name} ({stage.name})" for name, stage in undecided.items())
-        raise StageError(
-            f"these seeds are no fossils yet: {listed}. Fossilise them, or name each in drop= (omitted) "
-            "or keep= (built in at its present alpha)"
-        )
+        remedy = "Fossilise them, or name each in drop= (omitted) or keep= (built in at its present alpha)"
+        raise StageError(f"these seeds are no fossils yet: {listed}. {remedy}")
     return [
         Growth(name, slot.state.blueprint, slot.state.style, _strength(body, name, slot), slot.seed, slot.gate)
         for name, slot in slots.items()
@@ -146,10 +144,8 @@ def _statistics_without(body: Body, drop: Sequence[str], calibration: Tensor | N
     if not acting or not any(name.endswith("running_mean") for name, _ in body.host.named_buffers()):
         return {}
     if calibration is None:
-        raise BadValueError(
-            f"dropping {', '.join(acting)} changes the inputs of the layers behind, and so their running statistics: "
-            "pass calibration= (training inputs; 512 are enough)"
-        )
+        remedy = "pass calibration= (training inputs; 512 are enough)"
+        raise BadValueError(f"dropping {', '.join(acting)} changes running statistics: {remedy}")
     with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
         return body.calibrate(calibration, dict.fromkeys(drop, Role.SILENT))
 
@@ -166,10 +162,8 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     count = count_parameters(network)
     expected = count_parameters(body.host) + sum(growth.parameters for growth in growths)
     if count != expected:
-        raise ExportError(
-            f"the hardened network has {count} parameters, but host and kept seeds have {expected}: "
-            "layers that share weights cannot be exported; give each its own"
-        )
+        remedy = "layers that share weights cannot be exported; give each its own"
+        raise ExportError(f"the hardened network has {count} parameters instead of {expected}: {remedy}")
     return text, network.eval()
 
 

@@ -89,10 +89,8 @@ class Host(nn.Module):
         except (EsperError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, TypeError) as error:
-            raise HostMismatchError(
-                f"segment {index} ({type(segment).__name__}) cannot run on what reaches it, shape {tuple(h.shape)} "
-                f"of {h.dtype}: {error}"
-            ) from error
+            label, given = f"segment {index} ({type(segment).__name__})", f"{h.dtype} of shape {tuple(h.shape)}"
+            raise HostMismatchError(f"{label} cannot run on {given}: {error}") from error
         return activation, statistics
 
     def config(self) -> HostConfig | None:
@@ -117,11 +115,10 @@ def refuse_state(host: Host) -> None:
             or isinstance(layer, nn.RReLU)
         )
         if writes or draws:
+            fault = "writes running statistics" if writes else "draws random numbers"
             raise HostMismatchError(
-                f"segments.{name} of {type(host).__name__} is a {type(layer).__name__} that "
-                f"{'writes running statistics' if writes else 'draws random numbers'} by itself: "
-                "use esper.kasmina.layers.BatchNorm2d, GroupNorm or LayerNorm and no dropout, "
-                "or attach() for foreign networks"
+                f"segments.{name} of {type(host).__name__} is a {type(layer).__name__} that {fault} by itself: "
+                "use the norms of esper.kasmina.layers and no dropout, or attach() for foreign networks"
             )
 
 

@@ -180,11 +180,9 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
     require_whole("steps", steps, 0, remark="; it is the length of the ramp, 0 to cut at once")
     if curve not in ALPHA_CURVES:
         raise UnknownNameError("alpha curve", curve, ALPHA_CURVES)
-    if state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age:
-        raise GateRefusedError(
-            f"slot {state.slot_id!r} has trained for {state.steps_in_stage} steps; "
-            f"it may be pruned after {config.min_prune_age}"
-        )
+    age, least = state.steps_in_stage, config.min_prune_age
+    if state.stage is SeedStage.TRAINING and age < least:
+        raise GateRefusedError(f"slot {state.slot_id!r} has trained for {age} steps; it may be pruned after {least}")
     if state.ramping:
         raise StageError(f"slot {state.slot_id!r} is on a ramp; it can be pruned when alpha holds")
     if steps == 0 or state.alpha == 0.0:

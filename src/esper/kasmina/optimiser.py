@@ -43,9 +43,7 @@ class GrowingOptimizer:
         self.seed_options = dict(seed_options or {})
         self.wrapped = make(list(model.host_parameters()))
         if not isinstance(self.wrapped, torch.optim.Optimizer):
-            raise BadValueError(
-                f"make() returned {type(self.wrapped).__name__}; it must build a torch optimiser of these parameters"
-            )
+            raise BadValueError(f"make() returned {type(self.wrapped).__name__}; it must build a torch optimiser")
         if len(self.wrapped.param_groups) != 1:
             raise BadValueError(
                 f"make() put the host's parameters into {len(self.wrapped.param_groups)} groups, so it is not clear "

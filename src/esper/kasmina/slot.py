@@ -73,10 +73,8 @@ class SeedSlot(nn.Module):
     def spec(self) -> SlotSpec:
         """What passes here; an error before it is known."""
         if self.known_spec is None:
-            raise GateRefusedError(
-                f"what passes slot {self.state.slot_id!r} is not known yet: run one forward pass, "
-                "or pass example= to attach()"
-            )
+            remedy = "run one forward pass, or pass example= to attach()"
+            raise GateRefusedError(f"what passes slot {self.state.slot_id!r} is not known yet: {remedy}")
         return self.known_spec
 
     def forward(self, h: Tensor, conductance: Tensor | float = 1.0) -> Tensor:
@@ -86,10 +84,8 @@ class SeedSlot(nn.Module):
             return h
         spec = self.spec
         if TOPOLOGY_OF_AXES.get(h.dim()) != spec.topology or h.shape[WIDTH_AXIS[spec.topology]] != spec.width:
-            raise HostMismatchError(
-                f"slot {spec.slot_id!r} expects {spec.topology} of width {spec.width}, "
-                f"but a tensor of shape {tuple(h.shape)} passes there"
-            )
+            expected = f"{spec.topology} of width {spec.width}"
+            raise HostMismatchError(f"slot {spec.slot_id!r} expects {expected}, not a tensor of shape {tuple(h.shape)}")
         if effect == "blend":
             return blend(h, self.seed(h), self.alpha * conductance, self.state.style, self.gate)
         full = blend(h.detach(), self.seed(h.detach()), conductance, self.state.style, self.gate)

@@ -129,10 +129,8 @@ class ActionTable:
         if head.kind == "offer" and all(other.kind != "pointer" for other in earlier):
             raise BadValueError(f"head {head.name!r} compares offers in a slot; put a pointer head before it")
         if head.matters is not None and len(head.matters) != self.heads[0].size:
-            raise BadValueError(
-                f"head {head.name!r} has {len(head.matters)} entries in `matters`; give one for each of the "
-                f"{self.heads[0].size} choices of {self.heads[0].name!r}"
-            )
+            needed = f"give one for each of the {self.heads[0].size} choices of {self.heads[0].name!r}"
+            raise BadValueError(f"head {head.name!r} has {len(head.matters)} entries in `matters`; {needed}")
         if head.given is not None and head.given not in (names := [other.name for other in earlier]):
             raise UnknownNameError(f"head before {head.name!r}", head.given, names)
 
@@ -173,10 +171,8 @@ class ActionTable:
         for head in self.heads:
             mask, shape = masks[head.name], (n, *self.mask_shape(head))
             if mask.dtype != torch.bool or tuple(mask.shape) != shape:
-                raise BadValueError(
-                    f"mask of head {head.name!r} is {mask.dtype} of shape {tuple(mask.shape)}; "
-                    f"it must be torch.bool of shape {shape}"
-                )
+                actual = f"{mask.dtype} of shape {tuple(mask.shape)}"
+                raise BadValueError(f"mask of head {head.name!r} is {actual}; it must be torch.bool of shape {shape}")
 
 
 def growth_table(preset: HeadPreset, slots: SlotConfig) -> ActionTable:

@@ -36,9 +36,7 @@ class OptimiserConfig:
             raise UnknownNameError("optimiser", self.kind, get_args(OptimiserKind))
         finite = all(math.isfinite(value) for value in (self.rate, self.weight_decay, self.clip_norm))
         if not finite or min(self.rate, self.weight_decay) < 0 or self.clip_norm <= 0 or not 0 <= self.momentum < 1:
-            raise BadValueError(
-                f"{self}: rate and weight_decay must be at least 0, clip_norm positive, momentum in [0, 1)"
-            )
+            raise BadValueError(f"{self}: rate and weight_decay must be ≥ 0, clip_norm > 0, momentum in [0, 1)")
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,7 @@ class Exporter:
         kind = type(module)
         bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.") and base is not nn.Module]
         if bases:
-            raise ExportError(
-                f"{path}: {kind.__name__} extends torch's {bases[0].__name__}, whose constructor is not known; "
-                "hold such a layer as a child instead of extending it"
-            )
+            raise ExportError(f"{path}: {kind.__name__} extends torch's {bases[0].__name__}; make that its child")
         methods, attributes = self._methods(module, path)
         parts: dict[str, tuple[str, Expression]] = {}  # name → (annotation, value)
         for name, child in module._modules.items():  # named_children() omits shared ones
