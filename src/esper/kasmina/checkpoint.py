@@ -29,9 +29,8 @@ from esper.leyline import (
     CheckpointError,
     SeedStage,
     SlotSpec,
-    UnknownNameError,
 )
-from esper.leyline.numbers import refuse
+from esper.leyline.numbers import refuse, require_known
 from esper.leyline.records import Json, decode, encode
 from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
 
@@ -81,8 +80,8 @@ def check_model(model: SavedModel, where: str) -> None:
     """Check what the types do not express."""
     with checkpoint_errors(where):
         for what, name, known in (("dtype", model.dtype, DTYPES), ("host kind", model.host.kind, Host.KINDS)):
-            if name is not None and name not in known:
-                raise UnknownNameError(what, name, known)
+            if name is not None:
+                require_known(what, name, known)
     kind, config, slot_ids = model.host.kind, model.host.config, model.slot_ids
     problems = {
         f"{where}: host kind {kind!r} with config {config}; both or neither": (kind is None) != (config is None),

@@ -35,8 +35,8 @@ def check_targets(logits: Tensor, targets: Tensor) -> None:
         remedy = "train on them with losses(…, criterion=…); only classes have accuracies, and so auditions"
         raise BadValueError(f"targets of {targets.dtype} are no class indices (int64): {remedy}")
     if logits.dim() < 2 or logits.shape[:-1] != targets.shape:
-        given, scores = tuple(targets.shape), tuple(logits.shape)
-        raise BadValueError(f"targets of shape {given} do not fit scores of shape {scores}, which must be (…, classes)")
+        fit = f"targets of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}"
+        raise BadValueError(f"{fit}: scores (…, classes) need targets (…), with the classes in the last axis")
 
 
 class RowScore(NamedTuple):
@@ -91,39 +91,38 @@ class Comparison(NamedTuple):
 
 
 @torch.no_grad()
-def score_row(
-    body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None, *, chunk: int = CHUNK
-) -> RowScore:
+def score_row(body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None) -> RowScore:
     """Score one row, calibrated on training inputs or, with None, by the running statistics."""
     statistics = None if calibration is None else body.calibrate(calibration, roles)
     correct, losses = [], []
-    for inputs, wanted in zip(x.split(chunk), targets.split(chunk), strict=True):
+    for inputs, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
         output = body.evaluate(inputs, roles, statistics)
         check_targets(output, wanted)
         counts = wanted.flatten() != IGNORED
         logits, classes = output.flatten(0, -2)[counts], wanted.flatten()[counts]
         if bool(((classes < 0) | (classes >= logits.shape[-1])).any()):
+            given = f"targets from {int(classes.min())} to {int(classes.max())}"
+            count = logits.shape[-1]
             raise BadValueError(
-                f"targets from {int(classes.min())} to {int(classes.max())} are no classes of a host with "
-                f"{logits.shape[-1]} scores; use {IGNORED} to ignore a target"
+                f"{given} are no classes of a host with {count} scores; use {IGNORED} to ignore a target"
             )
         correct.append(logits.argmax(-1) == classes)
         losses.append(F.cross_entropy(logits, classes.long(), reduction="none"))
     return RowScore(torch.cat(correct), torch.cat(losses))
 
 
-def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chunk: int = CHUNK) -> Comparison:
+def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor) -> Comparison:
     """Audition every TRAINING seed and silence every acting one, against the main row."""
     _check_inputs(x, targets, calibration)
-    main = score_row(body, x, targets, {}, calibration, chunk=chunk)
-    deployed = score_row(body, x, targets, {}, None, chunk=chunk)
+    main = score_row(body, x, targets, {}, calibration)
+    deployed = score_row(body, x, targets, {}, None)
     comparison = Comparison(main, deployed, {}, {})
     for slot_id, slot in body.slot_items():
         if slot.state.stage is SeedStage.TRAINING:
-            row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration, chunk=chunk)
+            row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration)
             comparison.auditions[slot_id] = paired_difference(row, main)
         elif slot.state.stage in ACTIVE_STAGES:
-            row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration, chunk=chunk)
+            row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration)
             comparison.contributions[slot_id] = paired_difference(main, row)
     return comparison
 

@@ -28,11 +28,10 @@ from esper.leyline import (
     SlotSpec,
     StageChange,
     StageError,
-    UnknownNameError,
     can_transition,
     mean_of,
 )
-from esper.leyline.numbers import require_share, require_whole
+from esper.leyline.numbers import require_known, require_share, require_whole
 
 MEASUREMENTS_KEPT = 2  # gates and features use the mean of these
 
@@ -107,8 +106,7 @@ def germinate(
 ) -> SeedState:
     """Put a new seed into a dormant slot, if the blueprint fits it and the budget (None: unlimited)."""
     spec = BlueprintRegistry.spec(slot.topology, blueprint)
-    if style not in BLEND_STYLES:
-        raise UnknownNameError("blending style", style, BLEND_STYLES)
+    require_known("blending style", style, BLEND_STYLES)
     require_whole("tempo", tempo, 0, remark="; it is the number of steps of the first ramp")
     require_share("alpha_target", alpha_target)
     if state.stage is not SeedStage.DORMANT:
@@ -178,8 +176,7 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
         why = "a fossil is permanent" if state.stage is SeedStage.FOSSILIZED else "there is no seed in it"
         raise StageError(f"slot {state.slot_id!r} cannot be pruned in {state.stage.name}: {why}")
     require_whole("steps", steps, 0, remark="; it is the length of the ramp, 0 to cut at once")
-    if curve not in ALPHA_CURVES:
-        raise UnknownNameError("alpha curve", curve, ALPHA_CURVES)
+    require_known("alpha curve", curve, ALPHA_CURVES)
     age, least = state.steps_in_stage, config.min_prune_age
     if state.stage is SeedStage.TRAINING and age < least:
         raise GateRefusedError(f"slot {state.slot_id!r} has trained for {age} steps; it may be pruned after {least}")

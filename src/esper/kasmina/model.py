@@ -23,10 +23,9 @@ from esper.leyline import (
     SeedReport,
     SeedStage,
     StageChange,
-    UnknownNameError,
     derive_seed,
 )
-from esper.leyline.numbers import refuse, require_whole
+from esper.leyline.numbers import refuse, require_known, require_whole
 
 RECOMPILE_LIMIT = 128  # graphs per model: a seed needs a few during its life, and the default of torch is eight in all
 
@@ -42,8 +41,7 @@ class Follower(Protocol):
 
 def check_settings(isolation: Isolation, config: LifecycleConfig | None, budget: int | None, rng_seed: int) -> None:
     """Raise if a model with these settings could not be saved and loaded."""
-    if isolation not in ISOLATIONS:
-        raise UnknownNameError("isolation", isolation, ISOLATIONS)
+    require_known("isolation", isolation, ISOLATIONS)
     if config is not None and not isinstance(config, LifecycleConfig):
         raise BadValueError(f"config is a {type(config).__name__}; pass a LifecycleConfig, or None for the default")
     if budget is not None:
@@ -128,7 +126,8 @@ class MorphogeneticModel(nn.Module):
 
         No parameter is in two of them: call `sum(losses.values()).backward()`.
         """
-        training = [] if self.isolation == "straight_through" else self._in_stage(SeedStage.TRAINING)
+        slots = self.body.slot_items() if self.isolation == "shadow" else ()
+        training = [slot_id for slot_id, slot in slots if slot.state.stage is SeedStage.TRAINING]
         output, taps = self.body.main(x, self.training, training)
         losses = {"main": criterion(output, targets)}
         for slot_id in training:
@@ -224,12 +223,9 @@ class MorphogeneticModel(nn.Module):
 
     # -- what is in it ------------------------------------------------------------------------------------------------
 
-    def _in_stage(self, *stages: SeedStage) -> list[str]:
-        return [slot_id for slot_id, slot in self.body.slot_items() if slot.state.stage in stages]
-
     def live_slots(self) -> list[str]:
         """Slots that hold a seed."""
-        return self._in_stage(*LIVE_STAGES)
+        return [slot_id for slot_id, slot in self.body.slot_items() if slot.state.stage in LIVE_STAGES]
 
     def reports(self) -> tuple[SeedReport, ...]:
         """All slots as a controller sees them."""

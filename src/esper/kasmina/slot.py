@@ -29,8 +29,8 @@ from esper.leyline import (
     SeedStage,
     SlotSpec,
     Topology,
-    UnknownNameError,
 )
+from esper.leyline.numbers import require_known
 
 Isolation = Literal["shadow", "straight_through"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
@@ -155,8 +155,7 @@ class Body(nn.Module):
     def slot(self, slot_id: str) -> SeedSlot:
         """The slot with that id."""
         slots = dict(self.slot_items())
-        if slot_id not in slots:
-            raise UnknownNameError("slot", slot_id, slots)
+        require_known("slot", slot_id, slots)
         return slots[slot_id]
 
     def like(self, slot_id: str) -> Tensor:

@@ -158,7 +158,7 @@ class TrainingCheckpoints:
             return 0
         saved_model, saved, random, states = stored
         if set(states) != set(parts):
-            raise CheckpointError(f"{self.series.folder} has parts {sorted(states)}; pass these, not {sorted(parts)}")
+            raise CheckpointError(f"{self.series.folder} has parts {sorted(states)}, not {sorted(parts)}; pass those")
         saved.machine.warn_of_differences()
         model.restore(saved_model)
         for name, part in parts.items():

@@ -19,7 +19,8 @@ from esper.kasmina import Host, LifecycleConfig, MorphogeneticModel, SeedState, 
 from esper.kasmina.compare import RowScore
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
-from esper.leyline import BadValueError, StageChange, UnknownNameError, derive_seed
+from esper.leyline import BadValueError, StageChange, derive_seed
+from esper.leyline.numbers import require_known
 from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
@@ -63,8 +64,7 @@ class HostFleet:
         """
         if n < 1:
             raise BadValueError(f"n must be at least 1, not {n}")
-        if isolation not in ISOLATIONS:
-            raise UnknownNameError("isolation", isolation, ISOLATIONS)
+        require_known("isolation", isolation, ISOLATIONS)
         self.n, self.isolation, self.task = n, isolation, task
         self.device, self.dtype, self.compute = _usable_device(device), dtype, compute or dtype
         self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from esper.kasmina import SeedState, lifecycle
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, SeedReport, SeedStage, StageChange, UnknownNameError
+from esper.leyline.numbers import require_known
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -73,8 +74,7 @@ class Lifecycles:
 
     def _state(self, env: int, slot_id: str) -> SeedState:
         self.check_env(env)
-        if slot_id not in self.fleet.slots:
-            raise UnknownNameError("slot", slot_id, self.fleet.slots)
+        require_known("slot", slot_id, self.fleet.slots)
         return self.states[env][slot_id]
 
     def _replace(self, env: int, slot_id: str, after: SeedState, cause: str) -> StageChange:

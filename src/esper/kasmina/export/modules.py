@@ -147,10 +147,8 @@ class Exporter:
             return ("None" if value is None else type(value).__name__), repr(value)
         source = find_import(value, "torch.nn.functional", "torch")
         if source is None or not callable(value):
-            raise ExportError(
-                f"{label} is {value!r}; forward may only use attributes that are layers, parameters, buffers, plain "
-                "values or functions of torch"
-            )
+            allowed = "layers, parameters, buffers, plain values or functions of torch"
+            raise ExportError(f"{label} is {value!r}; forward may only use attributes that are {allowed}")
         self.file.import_as(source[1], *source)
         return "Callable[..., Tensor]", source[1]
 

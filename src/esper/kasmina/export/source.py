@@ -264,10 +264,8 @@ class Method:
         elif is_literal(value):
             file.define(name, f"{name} = {value!r}")
         else:
-            raise ExportError(
-                f"{self.label} refers to {name!r} ({type(value).__name__}), which "
-                "a torch-only file cannot have; use torch, the standard library, plain constants and functions"
-            )
+            remedy = "a torch-only file cannot have; use torch, the standard library, plain constants and functions"
+            raise ExportError(f"{self.label} refers to {name!r} ({type(value).__name__}), which {remedy}")
 
 
 def _free_names(tree: ast.Module) -> tuple[set[str], set[str]]:
