@@ -29,13 +29,13 @@ from harness import RESULTS, Json, print_table, write_result
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from esper.kasmina.compare import RowScore, paired_accuracy, paired_loss
+from esper.kasmina.compare import RowScore, paired_difference
 from esper.leyline import EsperError, SeedStage, derive_seed
 from esper.simic.training.hosts import host_seed
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.batches import Samples
 from esper.tolaria.passes import score_rows
-from esper.tolaria.rows import deployed_rows
+from esper.tolaria.rows import deployed_rows, eval_rows
 
 AFTERWARDS = 5
 """Steps that twins train on."""
@@ -100,7 +100,8 @@ class Halves:
 
     def contributions(self) -> tuple[list[RowScore], dict[tuple[int, str], RowScore]]:
         """On the first half: main rows, and the rows with one acting seed silenced (or a TRAINING one acting)."""
-        rows, whose = self.fleet.evaluation_rows()
+        self.fleet.update_plan()
+        rows, whose = eval_rows(self.fleet, range(len(self.fleet.host.weights)))
         scores = score_rows(self.fleet, rows, self.first, self.calibration)
         return scores[: self.fleet.n], {seed: scores[row] for row, seed in whose.items()}
 
@@ -172,7 +173,7 @@ def audit(job: Job) -> list[Audit]:
     found = []
     for env, slot_id in chosen.items():
         without = silenced[env, slot_id]
-        contribution, effect = paired_accuracy(main[env], without), paired_accuracy(kept[env], cut[env])
+        contribution, effect = paired_difference(main[env], without), paired_difference(kept[env], cut[env])
         found.append(
             Audit(
                 hosts[env],
@@ -180,10 +181,10 @@ def audit(job: Job) -> list[Audit]:
                 plans[env][slot_id].blueprint,
                 moment,
                 acting[env],
-                contribution.value,
-                paired_loss(main[env], without).value,
-                effect.value,
-                paired_loss(kept[env], cut[env]).value,
+                contribution.accuracy.value,
+                contribution.loss.value,
+                effect.accuracy.value,
+                effect.loss.value,
             )
         )
     return found

@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleets import ADAMW, CPU, SGD, Growable, Kind, difference, make_fleet, make_lone, rounding_task, shake, task_of
+from fleets import (
+    ADAMW,
+    CPU,
+    SGD,
+    Growable,
+    Kind,
+    difference,
+    evaluation_rows,
+    make_fleet,
+    make_lone,
+    rounding_task,
+    shake,
+    task_of,
+)
 from reference import OneByOne
 from torch import Tensor
 
@@ -350,7 +363,7 @@ def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
     """Main rows, shadows and ablations together equal one model per row."""
     fleet = make_fleet(task_of(kind), dtype=torch.float64)
     fleet.train_step()
-    rows, whose = fleet.evaluation_rows()
+    rows, whose = evaluation_rows(fleet)
     batches = fleet.batches
     samples, calibration = batches.validation(), batches.calibration(fleet.task.calibration_size)
     together = score_rows(fleet, rows, samples, calibration)
@@ -371,7 +384,7 @@ def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
 def test_chunks_change_nothing() -> None:
     """Validation in pieces of seven."""
     fleet = make_fleet(task_of("cnn"), dtype=torch.float64)
-    rows, _ = fleet.evaluation_rows()
+    rows, _ = evaluation_rows(fleet)
     samples, calibration = fleet.batches.validation(), fleet.batches.calibration(64)
     whole, pieces = (score_rows(fleet, rows, samples, calibration, chunk=chunk) for chunk in (512, 7))
     for left, right in zip(whole, pieces, strict=True):

@@ -84,18 +84,13 @@ class Layer(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in numbers.items() if name != "training")
 
 
-def is_row_aware(module: nn.Module) -> bool:
-    """Whether all weights belong to row-aware layers."""
-    owners = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
-    return all(isinstance(part, Layer) for part in owners)
-
-
 class RowCall:
-    """Runs R networks at once: natively, or through `vmap` (slower) if it has foreign layers."""
+    """Runs R networks at once: natively, or through `vmap` (slower) if weights belong to foreign layers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.native = is_row_aware(module)
+        owners = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+        self.native = all(isinstance(part, Layer) for part in owners)
 
     def __call__(self, state: Mapping[str, Tensor], h: Tensor, *arguments: Any) -> Any:  # Any: what the module returns
         """Call with weights and buffers (R, …) and h (R, B, …)."""

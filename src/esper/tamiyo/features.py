@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
-from esper.leyline.numbers import require_whole
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig
+from esper.leyline.numbers import require_known, require_whole
 from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, TrainingSignals
 
 
@@ -255,6 +255,6 @@ def fill_in_control_end(features: Tensor, layout: ObservationLayout, control_end
 
 def _evaluate(columns: Columns[V], names: tuple[str, ...], view: V) -> Tensor:
     """(…, names)"""
-    if unknown := [name for name in names if name not in columns]:
-        raise UnknownNameError("column", unknown[0], columns)
+    for name in names:
+        require_known("column", name, columns)
     return torch.stack([columns[name](view).float() for name in names], -1)

@@ -172,9 +172,7 @@ class TextBatches:
     def __init__(self, data: TextData, batch: int, block: int, *, device: torch.device) -> None:
         count = len(data.train) - block
         if count < batch:
-            raise DataError(
-                f"{data.name} has {len(data.train)} training characters, too few for {batch} windows of {block}"
-            )
+            raise DataError(f"{data.name}: {len(data.train)} characters are too few for {batch} windows of {block}")
         self.batch, self.block, self.count = batch, block, count
         self.text = data.train.to(device)
         self._data = data
