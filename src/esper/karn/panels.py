@@ -1,4 +1,4 @@
-"""Panels: which columns of a run are shown together, and how. Reports draw them; live views may show the same ones.
+"""Panels: which columns of a run are shown together, and how.
 
 A panel names its columns by patterns, in which `*` is any head. Columns that no panel names get one each; those that
 never changed are listed in words; those that are missing are not drawn.

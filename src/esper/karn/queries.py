@@ -168,7 +168,7 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
             for name, value in leaves(line, NESTED_ELSEWHERE)
             if is_number(value) or value in NOT_FINITE
         }
-        for _, line in metric_lines(path)
+        for line in metric_lines(path)
     ]
     types = {name: type_ for name, (type_, _) in VIEWS["rounds"].columns.items()}
     types |= dict.fromkeys((name for row in rows for name in row if name not in types), "DOUBLE")

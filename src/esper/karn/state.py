@@ -1,7 +1,7 @@
-"""The state of a run, folded from its logs line by line: reports and live views are drawn from it.
+"""The state of a run, read from its logs: reports are drawn from it.
 
-Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line; events of a round that is
-not complete wait for it. Stage changes and curves are stored for one round only, so a long run needs little memory.
+Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line; events of other rounds are
+skipped. Stage changes and curves are stored for one round only, so a long run needs little memory.
 `Fields` checks the JSON that others wrote where its values are taken; a wrong one is named with its place.
 """
 
@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeGuard, TypeVar
 
@@ -19,6 +20,7 @@ from esper.leyline.records import Json, config_checksum, refuse_constant
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
+DRAWN = ("stage", "panic", "episode")  # kinds of events that reports are drawn from
 Value = TypeVar("Value")
 
 
@@ -171,64 +173,40 @@ class Commit(NamedTuple):
 
 @dataclass
 class RunState:
-    """What is known of a run so far. `fold_metrics` and `fold_event` take in one line each."""
+    """What the logs tell of a run."""
 
     path: Path
     config: dict[str, Json]
-    git: str | None = None
-    torch: str | None = None
-    detail_round: int | None = None
-    """The round whose stage changes, panics and curves are stored; None follows the latest complete one"""
-    rounds: list[Round] = field(default_factory=list)
+    git: str | None
+    torch: str | None
+    rounds: list[Round]
     """Complete rounds, in order"""
-    column_names: dict[str, None] = field(default_factory=dict)
-    """All columns that any round has, in the order of their first appearance"""
+    shown: int
+    """The round whose stage changes, panics and curves are stored"""
     episodes: dict[int, list[Episode]] = field(default_factory=lambda: defaultdict(list))
     changes: list[StageEvent] = field(default_factory=list)
     panics: list[PanicEvent] = field(default_factory=list)
     _births: dict[tuple[int, int, str], int] = field(default_factory=dict)
     _commits: dict[int, dict[tuple[int, str], Commit]] = field(default_factory=lambda: defaultdict(dict))
-    _complete: set[int] = field(default_factory=set)
-    _waiting: dict[int, list[Fields]] = field(default_factory=lambda: defaultdict(list))
-    """Events of rounds that are not complete"""
 
-    @property
-    def shown(self) -> int:
-        """The round whose details are stored."""
-        return self.rounds[-1].number if self.detail_round is None else self.detail_round
+    @cached_property
+    def column_names(self) -> list[str]:
+        """All columns that any round has, in the order of their first appearance."""
+        return list(dict.fromkeys(name for entry in self.rounds for name in entry.columns))
 
-    def fold_metrics(self, line: Fields) -> None:
-        """Take in a line of `metrics.jsonl`: a round is complete."""
-        number, numbers = line.whole("round"), leaves(line, ("round", "ops", "germinated"))
-        columns = {name: float(value) for name, value in numbers if is_number(value)}
-        line.number("objective")
-        self.rounds.append(Round(number, columns, line.counts("ops"), line.counts("germinated")))
-        self._complete.add(number)
-        self.column_names |= dict.fromkeys(columns)
-        if self.detail_round is None:
-            self.changes.clear()
-            self.panics.clear()
-        for event in self._waiting.pop(number, []):
-            self.fold_event(event)
-
-    def fold_event(self, line: Fields) -> None:
-        """Take in a line of `events.jsonl`. Kinds that nothing is drawn from are skipped."""
-        kind = line.text("kind")
-        if kind not in ("stage", "panic", "episode"):
-            return
-        number, env = line.whole("round"), line.whole("env")
-        if number not in self._complete:
-            self._waiting[number].append(line)
-        elif kind == "episode":
+    def add_event(self, line: Fields) -> None:
+        """Add a line of `events.jsonl`, of one of the kinds in `DRAWN`."""
+        kind, number, env = line.text("kind"), line.whole("round"), line.whole("env")
+        if kind == "episode":
             self.episodes[number].append(_episode(line, env, curves=number == self.shown))
         elif kind == "stage":
-            self._fold_change(number, _change(line, env))
+            self._add_change(number, _change(line, env))
         elif number == self.shown:
             symptoms = line.get("symptoms", [])
             names = [str(name) for name in symptoms] if isinstance(symptoms, list) else [str(symptoms)]
             self.panics.append(PanicEvent(line.whole("step"), env, names))
 
-    def _fold_change(self, number: int, change: StageEvent) -> None:
+    def _add_change(self, number: int, change: StageEvent) -> None:
         """A panic undoes what its step did: a birth or a commit may go."""
         key = change.env, change.slot
         if change.target is SeedStage.GERMINATED and change.cause != "panic":
@@ -284,19 +262,20 @@ class RunState:
 
 
 def read_run(path: Path, shown: int | None = None) -> RunState:
-    """Fold the run in a folder, with the details of one round (default: the last)."""
+    """Read the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
     git, torch_version = (header.optional(Fields.text, key) for key in ("git", "torch"))
-    state = RunState(path, header.inside("config"), git, torch_version, shown)
-    for _, line in metric_lines(path):
-        state.fold_metrics(line)
-    if not state.rounds:
+    rounds = [_round(line) for line in metric_lines(path)]
+    if not rounds:
         raise BadValueError(f"{path} has no complete round yet: nothing to report before {METRICS} has a line")
-    numbers = [entry.number for entry in state.rounds]
-    if shown is not None and shown not in numbers:
-        raise BadValueError(f"round {shown} is not in {path}; it has rounds {numbers[0]} to {numbers[-1]}")
+    numbers = {entry.number for entry in rounds}
+    shown = max(numbers) if shown is None else shown
+    if shown not in numbers:
+        raise BadValueError(f"round {shown} is not in {path}; it has rounds {min(numbers)} to {max(numbers)}")
+    state = RunState(path, header.inside("config"), git, torch_version, rounds, shown)
     for line in checked_lines(path / EVENTS):
-        state.fold_event(line)
+        if line.text("kind") in DRAWN and line.whole("round") in numbers:
+            state.add_event(line)
     if not state.episodes[state.shown]:
         raise BadValueError(f"{path / EVENTS} has no episode of round {state.shown}, which {METRICS} calls complete")
     return state
@@ -326,15 +305,21 @@ def checked_lines(path: Path) -> Iterator[Fields]:
         raise BadValueError(f"{path} cannot be read behind line {number}: {error}") from error
 
 
-def metric_lines(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield the complete rounds of a run: number and line, in order."""
+def metric_lines(path: Path) -> Iterator[Fields]:
+    """Yield the lines of the complete rounds of a run, in order."""
     last = -1
     for line in checked_lines(path / METRICS):
         number = line.whole("round")
         if number <= last:
             raise BadValueError(f"{line.where}: round {number} comes after round {last}")
-        yield number, line
+        yield line
         last = number
+
+
+def _round(line: Fields) -> Round:
+    line.number("objective")  # every round has it
+    columns = {name: float(value) for name, value in leaves(line, ("round", "ops", "germinated")) if is_number(value)}
+    return Round(line.whole("round"), columns, line.counts("ops"), line.counts("germinated"))
 
 
 def _change(line: Fields, env: int) -> StageEvent:
