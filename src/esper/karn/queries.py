@@ -14,10 +14,10 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from esper.karn.state import EVENTS, Fields, checked_lines, is_number, leaves, metric_lines, read_header
+from esper.karn.state import EVENTS, Fields, checked_lines, is_number, metric_lines, read_header
 from esper.karn.views import LOGS, VIEWS
 from esper.leyline import BadValueError, MissingPackageError, UnknownNameError
-from esper.leyline.records import encode
+from esper.leyline.records import NOT_FINITE, encode, flatten
 from esper.storage.files import storage_errors
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ Cell = Any  # whatever a statement selects
 STDOUT = Path("-")
 NESTED_ELSEWHERE = ("germinated", "tasks")
 """Of a line of the metrics: what other views tell in more detail."""
-NOT_FINITE = ("nan", "inf", "-inf")
-"""Numbers that JSON has no word for, as they are written."""
 READING = ("SELECT", "EXPLAIN", "MULTI")
 """Kinds of statements that are run; MULTI is PIVOT."""
 CHUNK = 10_000
@@ -165,7 +163,7 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
     rows = [
         {
             column_name(name): value
-            for name, value in leaves(line, NESTED_ELSEWHERE)
+            for name, value in flatten(line, skip=NESTED_ELSEWHERE)
             if is_number(value) or value in NOT_FINITE
         }
         for line in metric_lines(path)

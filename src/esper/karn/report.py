@@ -12,7 +12,7 @@ from esper.karn.canvas import STAGES
 from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
 from esper.karn.page import Markup, element, folded, page, picture, table
 from esper.karn.state import Episode, Round, RunState, read_run
-from esper.karn.timeline import STANDINGS, choose_hosts, draw_host, marks_of, rank_at
+from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json
@@ -243,7 +243,8 @@ def _rank_name(rank: int, hosts: int) -> str:
 
 def _life(run: RunState, rank: int, episode: Episode) -> str:
     """One host in a sentence or two: the caption of its timeline."""
-    kinds = Counter(mark.kind for mark in marks_of([change for change in run.changes if change.env == episode.env]))
+    changes = [change for change in run.changes if change.env == episode.env]
+    kinds = Counter(MARKS[mark.target][0] for mark in marks_of(changes))
     counted = (f"{kinds[noun] or 'no'} {noun}{'' if kinds[noun] == 1 else 's'}" for noun in ("birth", "commit", "cut"))
     parts = [
         f"Host {episode.env}, {_rank_name(rank, len(run.episodes[run.shown]))} by objective"

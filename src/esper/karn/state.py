@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeGuard, TypeVar
 
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
-from esper.leyline.records import Json, config_checksum, refuse_constant
+from esper.leyline.records import Json, config_checksum, flatten, refuse_constant
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
@@ -97,15 +97,6 @@ def read_object(path: Path, what: str) -> Fields:
 def _short(value: Json) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def leaves(content: dict[str, Json], skip: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield the values of nested objects by their paths, `outer/inner`, without what is called as in `skip`."""
-    for name, value in content.items():
-        if name not in skip and isinstance(value, dict):
-            yield from leaves(value, skip, f"{prefix}{name}/")
-        elif name not in skip:
-            yield prefix + name, value
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -318,7 +309,9 @@ def metric_lines(path: Path) -> Iterator[Fields]:
 
 def _round(line: Fields) -> Round:
     line.number("objective")  # every round has it
-    columns = {name: float(value) for name, value in leaves(line, ("round", "ops", "germinated")) if is_number(value)}
+    columns = {
+        name: float(value) for name, value in flatten(line, skip=("round", "ops", "germinated")) if is_number(value)
+    }
     return Round(line.whole("round"), columns, line.counts("ops"), line.counts("germinated"))
 
 

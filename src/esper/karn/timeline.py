@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 Standing = Literal["best", "median", "worst"]
 STANDINGS: dict[Standing, float] = {"best": 0.0, "median": 0.5, "worst": 1.0}
 """Where in the ranking by objective"""
-_SYMBOLS = {"birth": "^", "commit": "*", "cut": "X"}
-_MARKED = {SeedStage.GERMINATED: "birth", SeedStage.FOSSILIZED: "commit", SeedStage.PRUNED: "cut"}
+MARKS = {
+    SeedStage.GERMINATED: ("birth", "^"),
+    SeedStage.FOSSILIZED: ("commit", "*"),
+    SeedStage.PRUNED: ("cut", "X"),
+}
+"""Stage that a seed entered → name and symbol of its mark"""
 _BAR = 0.6
 """Height of a bar in its lane; the name of the blueprint stands above it"""
 
@@ -34,15 +38,6 @@ class Span(NamedTuple):
     stage: SeedStage
     begin: int
     end: int
-
-
-class Mark(NamedTuple):
-    """A birth, a commit or a cut."""
-
-    slot: str
-    kind: str
-    at: int
-    blueprint: str | None
 
 
 def spans_of(changes: Sequence[StageEvent], steps: int) -> list[Span]:
@@ -59,13 +54,9 @@ def spans_of(changes: Sequence[StageEvent], steps: int) -> list[Span]:
     return spans
 
 
-def marks_of(changes: Sequence[StageEvent]) -> list[Mark]:
+def marks_of(changes: Sequence[StageEvent]) -> list[StageEvent]:
     """Births, commits and cuts of one host. What a panic puts back is none of them: the panic has its own line."""
-    return [
-        Mark(change.slot, _MARKED[change.target], change.at, change.blueprint)
-        for change in changes
-        if change.target in _MARKED and change.cause != "panic"
-    ]
+    return [change for change in changes if change.target in MARKS and change.cause != "panic"]
 
 
 def choose_hosts(episodes: Sequence[Episode], count: int) -> list[tuple[int, Episode]]:
@@ -133,12 +124,12 @@ def _draw_lanes(
         extent = [(span.begin, span.end - span.begin)]
         axis.broken_barh(extent, (lane[span.slot], _BAR), facecolor=STAGES[span.stage], linewidth=0)
     for mark in marks_of(changes):
-        if mark.kind == "birth":
+        if mark.target is SeedStage.GERMINATED:
             name, above = mark.blueprint or "unnamed", lane[mark.slot] + _BAR + 0.05
             axis.text(mark.at + 0.012 * steps, above, name, fontsize=7.5, va="bottom")
-    for kind, symbol in _SYMBOLS.items():
-        if marks := [mark for mark in marks_of(changes) if mark.kind == kind]:
-            rise, size, colour, rim = (0.18, 6, INK, 0.0) if kind == "birth" else (-_BAR / 2, 9, ON_BARS, 0.9)
+    for stage, (name, symbol) in MARKS.items():
+        if marks := [mark for mark in marks_of(changes) if mark.target is stage]:
+            rise, size, colour, rim = (0.18, 6, INK, 0.0) if name == "birth" else (-_BAR / 2, 9, ON_BARS, 0.9)
             axis.plot(
                 [mark.at for mark in marks], [lane[mark.slot] + _BAR + rise for mark in marks], symbol, clip_on=False,
                 markersize=size, color=colour, markeredgecolor=AROUND, markeredgewidth=rim, zorder=5,
@@ -164,7 +155,7 @@ def _draw_legend(figure: "Figure", *, alphas: bool, panics: bool) -> None:
         handles.append(Line2D([], [], color=ON_BARS, linewidth=1.5, label="alpha, 0 to 1 inside its bar"))
     handles += [
         Line2D([], [], linestyle="none", marker=symbol, color=ON_BARS, markersize=7, label=name)
-        for name, symbol in _SYMBOLS.items()
+        for name, symbol in MARKS.values()
     ]
     if panics:
         handles.append(Line2D([], [], color=VERMILION, linestyle="--", label="panic: taken back"))

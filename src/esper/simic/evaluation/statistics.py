@@ -188,24 +188,11 @@ def compare_rows(rows: Rows, margin: float = MARGIN) -> list[Claim]:
     firsts = [name for name in rows if is_learned(name)] or list(rows)[:1]
     pairs = [(name, other) for place, name in enumerate(firsts) for other in rows if other not in firsts[: place + 1]]
     differences = [compare(rows[name], rows[other], paired=base_of(other) == name) for name, other in pairs]
-    adjusted = holm([difference.p for difference in differences])
-
-    return [
-        _claim(name, other, difference, p, margin, [len(rows[n]) for n in (name, other) if is_learned(base_of(n))])
-        for (name, other), difference, p in zip(pairs, differences, adjusted, strict=True)
-    ]
-
-
-def _claim(name: str, other: str, difference: Difference, adjusted_p: float, margin: float, seeds: list[int]) -> Claim:
-    """`seeds`: how many each learned policy of the two has."""
-    enough = bool(seeds) and min(seeds) >= CLAIM_SEEDS
-    return Claim(
-        name,
-        other,
-        difference,
-        adjusted_p,
-        enough,
-        enough and adjusted_p < 0.05 and difference.mean > 0,
-        enough and difference.low > -margin,
-        margin,
-    )
+    claims = []
+    for (name, other), difference, p in zip(pairs, differences, holm([each.p for each in differences]), strict=True):
+        seeds = [len(rows[each]) for each in (name, other) if is_learned(base_of(each))]
+        enough = bool(seeds) and min(seeds) >= CLAIM_SEEDS
+        superior = enough and p < 0.05 and difference.mean > 0
+        not_worse = enough and difference.low > -margin
+        claims.append(Claim(name, other, difference, p, enough, superior, not_worse, margin))
+    return claims
