@@ -256,13 +256,6 @@ def test_a_gap_is_a_gap(tmp_path: Path) -> None:
     assert report(tmp_path).text()
 
 
-@words_only
-def test_older_runs_say_what_they_lack(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path, events=default_events(curves=False)))
-    captions = [text for tag, text in page.texts if tag == "figcaption"][:4]
-    assert all("has no curves of accuracy and alpha: only stages are shown." in caption for caption in captions)
-
-
 def test_a_run_that_never_grew(tmp_path: Path) -> None:
     """One round, no seed at all, no column of the learner."""
     events = [event | {"alphas": {}} for event in default_events(1) if event["kind"] == "episode"]

@@ -34,8 +34,8 @@ def test_details_are_of_one_round(tmp_path: Path) -> None:
         run = read_run(tmp_path, asked)
         assert run.shown == shown
         assert len(run.changes) == 14
-        assert all(entry.accuracies is not None for entry in run.episodes[shown])
-        assert all(entry.accuracies is None for entry in run.episodes[1 - shown])
+        assert all(entry.accuracies for entry in run.episodes[shown])
+        assert all(not entry.accuracies for entry in run.episodes[1 - shown])
         assert [entry.objective for entry in run.episodes[1 - shown]] == [3.0, 1.0, 4.0, 2.0]
         assert run.steps == STEPS
 
@@ -57,13 +57,6 @@ def test_ops_act_before_their_step_and_ticks_after_it(tmp_path: Path) -> None:
     moves = [(change.at, change.target) for change in run.changes if change.env == 1]
     names = SeedStage
     assert moves == [(0, names.GERMINATED), (1, names.TRAINING), (4, names.PRUNED), (5, names.EMBARGOED)]
-
-
-def test_older_logs_have_no_curves(tmp_path: Path) -> None:
-    """The length of an episode then follows from the ops: 32 by four hosts."""
-    run = read_run(write_run(tmp_path, events=default_events(curves=False)))
-    assert all(entry.accuracies is None and entry.alphas is None for entry in run.episodes[1])
-    assert run.steps == 8
 
 
 def test_slots_in_the_order_of_the_host(tmp_path: Path) -> None:

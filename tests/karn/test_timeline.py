@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from karn.run_folders import default_events, episode, metrics, stage, write_run
+from karn.run_folders import episode, metrics, stage, write_run
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from PIL import Image
@@ -113,14 +113,6 @@ def test_every_stage_has_its_colour(tmp_path: Path) -> None:
     worn = [to_hex(np.asarray(bars.get_facecolor())[0]) for bars in below.collections]
     stages = ["GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED"]
     assert worn == [STAGES[SeedStage[name]] for name in stages]
-
-
-def test_without_curves(tmp_path: Path) -> None:
-    """The lanes alone."""
-    run = read_run(write_run(tmp_path, events=default_events(curves=False)))
-    (only,) = draw_host(run, host(run, 2)).axes
-    assert only.get_xlabel() == "steps trained"
-    assert only.get_xlim() == (0, 8)
 
 
 @pytest.mark.parametrize(

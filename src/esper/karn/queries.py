@@ -99,7 +99,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answer]:
     """Run one reading statement over the complete rounds of a run, for at most `timeout` seconds."""
-    task = read_header(path).inside("config").text("task")
+    read_header(path)
     with _database() as connection:
         parsed = connection.extract_statements(statement)
         if len(parsed) != 1:
@@ -112,7 +112,7 @@ def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answ
         text = statement.lower()
         needed = {view.log for name, view in VIEWS.items() if name in text or "query" in text}
         for kind in (kind for kind in LOGS if kind in needed):
-            _load(connection, path / EVENTS, kind, task)
+            _load(connection, path / EVENTS, kind)
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         timer = Timer(timeout, connection.interrupt)
         timer.start()
@@ -187,7 +187,7 @@ def column_name(metric: str) -> str:
     return re.sub(r"\W+", "_", metric).lower()
 
 
-def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str, task: str) -> None:
+def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> None:
     """Events of a kind into its table, those of complete rounds; damage is named."""
     log = LOGS[kind]
     types = ", ".join(f"'{name}': '{type_}'" for name, type_ in {"kind": "VARCHAR", **log.columns}.items())
@@ -201,8 +201,6 @@ def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str, task: 
     if damaged > _is_torn(path):
         _name_damage(path, kind, damaged)
     connection.execute(f"DELETE FROM log.{kind} WHERE {lacking} OR round NOT IN (SELECT round FROM log.rounds)")
-    if "task" in log.columns:  # the first logs did not name it: they had one
-        connection.execute(f"UPDATE log.{kind} SET task = ? WHERE task IS NULL", [task])
 
 
 def _is_torn(path: Path) -> bool:

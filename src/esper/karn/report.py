@@ -257,6 +257,4 @@ def _life(run: RunState, rank: int, episode: Episode) -> str:
         for panic in run.panics
         if panic.env == episode.env
     ]
-    if episode.accuracies is None:
-        parts.append(" The log of this run has no curves of accuracy and alpha: only stages are shown.")
     return "".join(parts)

@@ -9,10 +9,11 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeGuard, TypeVar
 
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
@@ -146,10 +147,10 @@ class Episode(NamedTuple):
     gain: float
     accuracy: float
     added_parameters: float
-    accuracies: list[float] | None = None
-    """After every step; None if the log has no curves, or in rounds whose details are not stored"""
-    control_accuracies: list[float] | None = None
-    alphas: dict[str, list[float]] | None = None
+    accuracies: Sequence[float] = ()
+    """After every step; curves are empty in rounds whose details are not stored"""
+    control_accuracies: Sequence[float] = ()
+    alphas: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 class Commit(NamedTuple):
@@ -237,19 +238,13 @@ class RunState:
         """Every slot in which a seed was germinated, from the input on."""
         used = {key.split("/")[0] for entry in self.rounds for key in entry.germinated}
         used |= {change.slot for change in self.changes}
-        used |= {slot for episode in self.episodes[self.shown] for slot in episode.alphas or {}}
+        used |= {slot for episode in self.episodes[self.shown] for slot in episode.alphas}
         return sorted(used, key=_depth)
 
     @property
     def steps(self) -> int:
         """Length of the episodes of the shown round."""
-        curves = [len(episode.accuracies) for episode in self.episodes[self.shown] if episode.accuracies]
-        if curves:
-            return max(curves)
-        # Every host takes one op per step.
-        ops = sum(next(entry.ops for entry in self.rounds if entry.number == self.shown).values())
-        counted = ops // max(1, len(self.episodes[self.shown]))
-        return max([counted, 1, *(change.at for change in self.changes)])
+        return max(len(episode.accuracies) for episode in self.episodes[self.shown])
 
 
 def read_run(path: Path, shown: int | None = None) -> RunState:
@@ -335,17 +330,14 @@ def _stage(line: Fields, key: str) -> SeedStage:
 
 
 def _episode(line: Fields, env: int, *, curves: bool) -> Episode:
-    objective, gain, accuracy, added = (
-        line.number(key) for key in ("objective", "gain", "accuracy", "added_parameters")
-    )
+    objective, gain, accuracy, added = map(line.number, ("objective", "gain", "accuracy", "added_parameters"))
     if not curves:
         return Episode(env, objective, gain, accuracy, added)
-    accuracies, control = (line.optional(Fields.numbers, key) for key in ("accuracies", "control_accuracies"))
-    if accuracies is not None and control is not None and len(accuracies) != len(control):
+    accuracies, control, alphas = line.numbers("accuracies"), line.numbers("control_accuracies"), line.inside("alphas")
+    if len(accuracies) != len(control):
         raise BadValueError(f"{line.where}: {len(accuracies)} accuracies, but {len(control)} of the control")
-    inner = line.inside("alphas") if "alphas" in line else None
-    alphas = None if inner is None else {slot: inner.numbers(slot) for slot in inner}
-    return Episode(env, objective, gain, accuracy, added, accuracies, control, alphas)
+    by_slot = {slot: alphas.numbers(slot) for slot in alphas}
+    return Episode(env, objective, gain, accuracy, added, accuracies, control, by_slot)
 
 
 def _depth(slot: str) -> tuple[int, int, str]:

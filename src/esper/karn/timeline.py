@@ -4,7 +4,7 @@ The horizontal axis counts steps trained. The decision of step s is taken at s, 
 measurements stand at s + 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -81,20 +81,16 @@ def rank_at(share: float, hosts: int) -> int:
 
 
 def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: bool = False) -> "Figure":
-    """Accuracy above, one lane per slot below; without curves in the log, the lanes alone."""
+    """Accuracy above, one lane per slot below."""
     changes = [change for change in run.changes if change.env == episode.env]
     slots = run.slots or ["no seeds"]
     lanes = 0.46 * len(slots)
-    above_lanes = 0.6 + (0 if episode.accuracies is None else 2.0) + 0.25 * bool(title) + 0.65 * with_legend
-    with new_figure(10.0, lanes + above_lanes) as figure:
-        if episode.accuracies is None:
-            above = below = figure.subplots()
-        else:
-            above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, lanes))
-            _draw_accuracy(above, episode.accuracies, episode.control_accuracies)
-        _draw_lanes(below, slots, changes, run.steps, episode.alphas or {})
+    with new_figure(10.0, lanes + 0.6 + 2.0 + 0.25 * bool(title) + 0.65 * with_legend) as figure:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, lanes))
+        _draw_accuracy(above, episode.accuracies, episode.control_accuracies)
+        _draw_lanes(below, slots, changes, run.steps, episode.alphas)
         for panic in (panic for panic in run.panics if panic.env == episode.env):
-            for axis in {above, below}:
+            for axis in (above, below):
                 axis.axvline(panic.step + 1, color=VERMILION, linestyle=(0, (2, 2)), linewidth=1.4)
         below.set(xlabel="steps trained", xlim=(0, run.steps))
         whole_ticks(below)
@@ -104,12 +100,11 @@ def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: 
     return figure
 
 
-def _draw_accuracy(axis: "Axes", accuracies: list[float], control: list[float] | None) -> None:
+def _draw_accuracy(axis: "Axes", accuracies: Sequence[float], control: Sequence[float]) -> None:
     after = range(1, len(accuracies) + 1)
     axis.plot(after, accuracies, color=BLUE, marker="o", markersize=3, label="host")
-    if control is not None:
-        axis.plot(after, control, color=MUTED, marker="s", markersize=2.5, linestyle="--", label="its control")
-        axis.fill_between(after, accuracies, control, color=BLUE, alpha=0.12, linewidth=0)
+    axis.plot(after, control, color=MUTED, marker="s", markersize=2.5, linestyle="--", label="its control")
+    axis.fill_between(after, accuracies, control, color=BLUE, alpha=0.12, linewidth=0)
     axis.set(ylabel="accuracy (%)")
     axis.grid(axis="y")
     axis.legend(loc="upper left", bbox_to_anchor=(1.005, 1), borderaxespad=0)
@@ -117,7 +112,7 @@ def _draw_accuracy(axis: "Axes", accuracies: list[float], control: list[float] |
 
 
 def _draw_lanes(
-    axis: "Axes", slots: list[str], changes: list[StageEvent], steps: int, alphas: dict[str, list[float]]
+    axis: "Axes", slots: list[str], changes: list[StageEvent], steps: int, alphas: Mapping[str, Sequence[float]]
 ) -> None:
     lane = {slot: index for index, slot in enumerate(reversed(slots))}
     for span in spans_of(changes, steps):

@@ -1,8 +1,7 @@
 """What a run can be asked: views, their columns, and how they follow from the events.
 
 `LOGS` are the kinds of lines in `events.jsonl`; each is read into its table, `log.<kind>`, by `queries`, and
-only where a statement needs it. `VIEWS` are what statements see. What an older run did not write is NULL, or makes a
-view empty.
+only where a statement needs it. `VIEWS` are what statements see.
 """
 
 from collections.abc import Mapping
