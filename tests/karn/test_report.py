@@ -24,7 +24,7 @@ from karn.run_folders import (
 from esper.cli import main
 from esper.karn import page as page_module
 from esper.karn import panels, read_evaluations, write_report
-from esper.karn.evaluations import draw_evaluation, evaluation_section
+from esper.karn.evaluations import draw_evaluation
 from esper.karn.page import element
 from esper.karn.panels import columns_of, health_panels
 from esper.karn.report import SECTIONS, ends_of, what_was_learned
@@ -194,16 +194,6 @@ def test_which_evaluations(run: Path, tmp_path: Path) -> None:
     assert heads == ["second, evaluation-2.json", "digits_hand, evaluation.json"]
     assert [text for tag, text in report(run, evaluations=[other]).texts if tag == "h3"] == ["third, other.json"]
     assert "esper evaluate" in report(run, evaluations=[]).text("code")
-
-
-def test_without_controls_accuracy_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.json"
-    path.write_text(json.dumps(evaluation(policies={name: policy(control_accuracy=None) for name in ("a", "b")})))
-    (found,) = read_evaluations(path)
-    page = Page(element("main", *evaluation_section(found, "x")))
-    assert "accuracy (the file lacks that of the controls) against added parameters" in page.text("figcaption")
-    assert "accuracy (%)" in page.text("text")
-    assert "gain over the control (points)" not in page.text("text")
 
 
 def test_policies_are_drawn_where_they_are(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 def as_json(cell: Cell) -> str:
-    """As JSON; numbers that are not finite become words, and what it has no form for becomes text."""
+    """A cell as JSON. Numbers that are not finite become words, other types become text."""
 
     def plain(value: Cell) -> Cell:
         return float(value) if isinstance(value, Decimal) else str(value)
@@ -82,7 +82,7 @@ def as_json(cell: Cell) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """The screen's output, or a file that is seen only when it is complete."""
+    """The standard output, or a file that appears once it is complete."""
     if path == STDOUT:
         yield sys.stdout
         return
@@ -138,10 +138,7 @@ def columns_of(path: Path) -> dict[str, list[Column]]:
 
 @contextmanager
 def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
-    """In memory alone: what does not fit there is an error, not a file in the working folder.
-
-    Errors of DuckDB's become Esper's, in one line.
-    """
+    """A database in memory, which never spills to a file. Errors of DuckDB become Esper's, in one line."""
     try:
         import duckdb
     except ImportError as error:
@@ -162,7 +159,7 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
     """All views. Rounds are there; tables of events are empty."""
     rows = [
         {
-            column_name(name): value
+            re.sub(r"\W+", "_", name).lower(): value  # ppo/op/entropy → ppo_op_entropy
             for name, value in flatten(line, skip=NESTED_ELSEWHERE)
             if is_number(value) or value in NOT_FINITE
         }
@@ -180,11 +177,6 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
     )
     for name, view in VIEWS.items():
         connection.execute(f"CREATE VIEW {name} AS {view.sql}")
-
-
-def column_name(metric: str) -> str:
-    """As a metric is called in SQL: `ppo/op/entropy` → `ppo_op_entropy`."""
-    return re.sub(r"\W+", "_", metric).lower()
 
 
 def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> None:

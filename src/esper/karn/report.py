@@ -36,10 +36,9 @@ def write_report(
     hosts: int = 4,
     round: int | None = None,
 ) -> Path:
-    """Write the page of a run and return where it lies.
+    """Write the page of a run, with timelines of `hosts` hosts of `round`, and return its path.
 
-    `out` defaults to `report.html` in the run folder, `evaluations` to its `evaluation*.json`; `hosts` is how many
-    timelines are drawn, of `round` or of the last one.
+    Defaults: `report.html` and `evaluation*.json` in the run folder, and the last round.
     """
     require_whole("hosts", hosts, 1)
     run_path = Path(run_path)

@@ -85,25 +85,15 @@ class PolicySpec:
         return [self.tuned_file(task)] if self.file else weights
 
 
-def is_learned(text: str) -> bool:
-    """Whether a spec consists of run folders; controls of a learned policy do not count."""
-    return PolicySpec.parse(text).learned
-
-
-def base_of(text: str) -> str:
+def base_of(text: str) -> PolicySpec:
     """The policy that a control starts from; any other spec itself."""
     spec = PolicySpec.parse(text)
-    return (spec.base or spec).text
-
-
-def short_name(text: str) -> str:
-    """The short name of a policy spec."""
-    return PolicySpec.parse(text).short
+    return spec.base or spec
 
 
 def short_names(specs: Iterable[str]) -> dict[str, str]:
     """Short names by spec; specs whose short names are equal are given in full."""
-    short = {spec: short_name(spec) for spec in specs}
+    short = {spec: PolicySpec.parse(spec).short for spec in specs}
     times = Counter(short.values())
     return {spec: name if times[name] == 1 else spec for spec, name in short.items()}
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import p_value, t_quantile
-from esper.simic.evaluation.policies import base_of, is_learned
+from esper.simic.evaluation.policies import PolicySpec, base_of
 from esper.simic.evaluation.results import Result
 
 Array = NDArray[np.float64]
@@ -185,12 +185,12 @@ def compare_rows(rows: Rows, margin: float = MARGIN) -> list[Claim]:
     A claim needs five training seeds of every learned policy in it. A control of a policy is paired with it seed by
     seed.
     """
-    firsts = [name for name in rows if is_learned(name)] or list(rows)[:1]
+    firsts = [name for name in rows if PolicySpec.parse(name).learned] or list(rows)[:1]
     pairs = [(name, other) for place, name in enumerate(firsts) for other in rows if other not in firsts[: place + 1]]
-    differences = [compare(rows[name], rows[other], paired=base_of(other) == name) for name, other in pairs]
+    differences = [compare(rows[name], rows[other], paired=base_of(other).text == name) for name, other in pairs]
     claims = []
     for (name, other), difference, p in zip(pairs, differences, holm([each.p for each in differences]), strict=True):
-        seeds = [len(rows[each]) for each in (name, other) if is_learned(base_of(each))]
+        seeds = [len(rows[each]) for each in (name, other) if base_of(each).learned]
         enough = bool(seeds) and min(seeds) >= CLAIM_SEEDS
         superior = enough and p < 0.05 and difference.mean > 0
         not_worse = enough and difference.low > -margin

@@ -277,7 +277,6 @@ def begin_with(agent: PPOAgent, run: Path) -> None:
     agent.network.load_state_dict(learned.network.state_dict())
     agent.observations.statistics.load_state_dict(learned.observations.statistics.state_dict())
     agent.observations.frozen = True
-    if len(agent.returns.statistics.mean) == len(
-        learned.returns.statistics.mean
-    ):  # else the critic finds its scale anew
-        agent.returns.statistics.load_state_dict(learned.returns.statistics.state_dict())
+    returns, its_returns = agent.returns.statistics, learned.returns.statistics
+    if len(returns.mean) == len(its_returns.mean):  # otherwise the critic finds its scale anew
+        returns.load_state_dict(its_returns.state_dict())
