@@ -34,7 +34,7 @@ def results_of(policy: Content) -> list[Result]:
             seed["accuracy"],
             seed["control_accuracy"],
             seed["added_params"],
-            [[Fossil.named(commit) for commit in commits] for commits in seed["commits"]],
+            [[Fossil(*commit.split("/")) for commit in commits] for commits in seed["commits"]],
         )
         for seed in policy["by_seed"]
     ]

@@ -1,7 +1,6 @@
 """`esper report`: a run folder as one page that needs nothing else."""
 
 import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -133,24 +132,16 @@ def _policies(evaluations: list[Evaluation]) -> list[Markup]:
 
 
 def _learning(run: RunState) -> list[Markup]:
-    pictures = [
-        picture(panel.patterns[0], panels.draw_panel(run, panel), panel.meaning)
-        for panel in panels.LEARNING
-        if panels.columns_of(run, panel)
-    ]
+    pictures = [picture(panel.patterns[0], panels.draw_panel(run, panel), panel.meaning) for panel in panels.LEARNING]
     formats = {
         "objective": "+.2f", "objective_std": ".2f", "gain": "+.2f", "accuracy": ".2f", "added_parameters": ".1f",
         "committed": ".2f", "panics": ".0f",
     }  # fmt: skip
-    shown = {name: form for name, form in formats.items() if name in run.column_names}
     rows = [
-        (
-            str(entry.number),
-            *(f"{entry.columns[name]:{form}}" if name in entry.columns else "–" for name, form in shown.items()),
-        )
+        (str(entry.number), *(f"{entry.columns[name]:{form}}" for name, form in formats.items()))
         for entry in run.rounds
     ]
-    head = ("round", *(name.replace("_", " ") for name in shown))
+    head = ("round", *(name.replace("_", " ") for name in formats))
     numbers = table(head, rows, "Means over the hosts of a round; points and percent.")
     return [element("div", *pictures, class_="gallery two"), folded("Numbers of every round", numbers)]
 
@@ -177,7 +168,7 @@ def _health(run: RunState) -> list[Markup]:
     if constant:
         listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant.items())
         parts.append(_note(f"The same in every round, to a millionth: {listed}."))
-    return parts or [_note("The metrics of this run have no columns of the learner.")]
+    return parts
 
 
 # -- the run in words -------------------------------------------------------------------------------------------------
@@ -209,21 +200,18 @@ def what_was_learned(run: RunState) -> list[str]:
         sentences.append(f"The objective of the one round so far is {after:+.2f} points.")
     else:
         sentences.append(f"The objective went from {before:+.2f} points in {begin} to {after:+.2f} in {end}.")
-    added, share = _mean(last, "added_parameters"), 100 * _mean(last, "committed")
-    if not math.isnan(added + share):
-        old_added, old_share = _mean(first, "added_parameters"), 100 * _mean(first, "committed")
-        compared = len(run.rounds) > 1 and not math.isnan(old_added + old_share)
-        sentences.append(
-            f"A host of {end} ended with {added:.0f} added parameters in the mean, and {share:.0f} % of hosts kept at"
-            " least one seed" + (f" ({old_added:.0f} and {old_share:.0f} % in {begin})." if compared else ".")
-        )
+    added, old_added = (_mean(rounds, "added_parameters") for rounds in (last, first))
+    share, old_share = (100 * _mean(rounds, "committed") for rounds in (last, first))
+    compared = f" ({old_added:.0f} and {old_share:.0f} % in {begin})." if len(run.rounds) > 1 else "."
+    sentences.append(
+        f"A host of {end} ended with {added:.0f} added parameters in the mean, and {share:.0f} % of hosts kept at least"
+        f" one seed{compared}"
+    )
     return sentences
 
 
 def _mean(rounds: list[Round], column: str) -> float:
-    """NaN if no round has the column."""
-    values = [entry.columns[column] for entry in rounds if column in entry.columns]
-    return statistics.fmean(values) if values else math.nan
+    return statistics.fmean(entry.columns[column] for entry in rounds)
 
 
 def _span(rounds: list[Round]) -> str:

@@ -21,6 +21,8 @@ from esper.leyline.records import Json, config_checksum, flatten, refuse_constan
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
+HEADLINES = ("objective", "objective_std", "gain", "accuracy", "added_parameters", "committed", "panics")
+"""Columns that every round has"""
 DRAWN = ("stage", "panic", "episode")  # kinds of events that reports are drawn from
 Value = TypeVar("Value")
 
@@ -303,7 +305,8 @@ def metric_lines(path: Path) -> Iterator[Fields]:
 
 
 def _round(line: Fields) -> Round:
-    line.number("objective")  # every round has it
+    for name in HEADLINES:
+        line.number(name)
     columns = {
         name: float(value) for name, value in flatten(line, skip=("round", "ops", "germinated")) if is_number(value)
     }
