@@ -69,7 +69,7 @@ class QueryCommand:
 
 
 def _belongs_to(path: Path, run: Path) -> bool:
-    """Whether a path is in a run's folder, or in what a link there leads to: by its name, or where it leads itself."""
+    """Whether a path is inside a run's folder or the target of a link there, as written or resolved."""
     own = {each.resolve() for each in (run, *(run.iterdir() if run.is_dir() else ()))}
     routes = (Path(os.path.abspath(path)), path.resolve())
     return any(each.resolve() in own for route in routes for each in (route, *route.parents))
@@ -104,7 +104,7 @@ def _show_views(console: Console, folder: Path) -> None:
 
 
 def _print(console: Console, table: Table) -> None:
-    """As wide as the terminal; where there is none, as wide as it takes."""
+    """Print a table as wide as the terminal, or as wide as it needs if there is none."""
     if not console.is_terminal:
         wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = max(console.width, wanted)

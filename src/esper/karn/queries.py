@@ -1,4 +1,4 @@
-"""SQL over a run: its views in a database in memory, and what a statement gave."""
+"""SQL over a run: its views in a database in memory, and the answer to a statement."""
 
 import csv
 import glob
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Cell = Any  # whatever a statement selects
 STDOUT = Path("-")
 NESTED_ELSEWHERE = ("germinated", "tasks")
-"""Of a line of the metrics: what other views tell in more detail."""
+"""Keys of the metrics that other views show in more detail"""
 READING = ("SELECT", "EXPLAIN", "MULTI")
 """Kinds of statements that are run; MULTI is PIVOT."""
 CHUNK = 10_000
@@ -43,13 +43,13 @@ class Column(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Named columns, and rows that are handed over once."""
+    """Named columns, and an iterator over the rows."""
 
     columns: list[str]
     rows: Iterator[tuple[Cell, ...]]
 
     def write_csv(self, path: Path) -> int:
-        """A line per row under a line of names; lists and maps as JSON. Returns how many rows."""
+        """Write a header and a line per row, with lists and maps as JSON. Returns the number of rows."""
         count = 0
         with _opened(path) as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
         return count
 
     def write_json(self, path: Path) -> int:
-        """A list of objects, one per line. Returns how many rows."""
+        """Write a list of objects, one per line. Returns the number of rows."""
         if repeated := sorted({name for name in self.columns if self.columns.count(name) > 1}):
             raise BadValueError(f"several columns are called {repeated}: name them with AS")
         count = 0
@@ -156,7 +156,7 @@ def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
 
 
 def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
-    """All views. Rounds are there; tables of events are empty."""
+    """Create all views. Fills the table of rounds; the tables of events stay empty."""
     rows = [
         {
             re.sub(r"\W+", "_", name).lower(): value  # ppo/op/entropy → ppo_op_entropy
@@ -180,7 +180,7 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
 
 
 def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> None:
-    """Events of a kind into its table, those of complete rounds; damage is named."""
+    """Load the events of a kind from complete rounds into its table. Raises for damaged lines."""
     log = LOGS[kind]
     types = ", ".join(f"'{name}': '{type_}'" for name, type_ in {"kind": "VARCHAR", **log.columns}.items())
     names = ", ".join(f'"{name}"' for name in log.columns)
@@ -196,14 +196,14 @@ def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> Non
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line has no end: it is being written, or its run was killed."""
+    """Whether the last line is incomplete: it is being written, or its run was killed."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         return file.read() not in (b"", b"\n")
 
 
 def _name_damage(path: Path, kind: str, damaged: int) -> None:
-    """Raise with the line that is no JSON, or no event. Slow: line by line."""
+    """Raise with the number of the first damaged line. Slow, because it checks line by line."""
     log, take = LOGS[kind], {"INTEGER": Fields.whole, "DOUBLE": Fields.number, "VARCHAR": Fields.text}
     for line in checked_lines(path):
         if line.text("kind") == kind:

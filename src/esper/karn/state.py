@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 
 class Fields(dict[str, Json]):
-    """One JSON object and where it stands: a file, or a file and its line."""
+    """A JSON object, and where it comes from: a file, or a file and its line."""
 
     def __init__(self, content: Json, where: str) -> None:
         if not isinstance(content, dict):
@@ -63,18 +63,18 @@ class Fields(dict[str, Json]):
         return [float(value) for value in values]
 
     def optional(self, take: Callable[["Fields", str], Value], key: str) -> Value | None:
-        """What `take` takes, or None where there is none."""
+        """The value that `take` reads, or None if there is none."""
         return None if self.get(key) is None else take(self, key)
 
     def counts(self, key: str) -> dict[str, int]:
-        """Names and how often; empty where there is none."""
+        """Counts by name; empty if the key is missing."""
         values = self.get(key, {})
         if not isinstance(values, dict) or not all(is_number(count) and count >= 0 for count in values.values()):
             raise BadValueError(f"{self.where}: {key!r} is {_short(values)}, not an object of counts")
         return {name: int(count) for name, count in values.items()}
 
     def objects(self, key: str) -> list["Fields"]:
-        """A list of objects; empty where there is none."""
+        """A list of objects; empty if the key is missing."""
         values = self._take(key, lambda value: isinstance(value, list), "a list of objects") if key in self else []
         return [Fields(value, f"{self.where}, {key}[{index}]") for index, value in enumerate(values)]
 
@@ -84,12 +84,12 @@ class Fields(dict[str, Json]):
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Finite, and no bool."""
+    """Whether a value is a finite number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_object(path: Path, what: str) -> Fields:
-    """A file that holds one JSON object; `what` it should have been stands in the message."""
+    """Read a file with one JSON object. `what` names the kind of file in errors."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
@@ -201,7 +201,7 @@ class RunState:
             self.panics.append(PanicEvent(line.whole("step"), env, names))
 
     def _add_change(self, number: int, change: StageEvent) -> None:
-        """A panic undoes what its step did: a birth or a commit may go."""
+        """Update births and commits. A panic may undo either."""
         key = change.env, change.slot
         if change.target is SeedStage.GERMINATED and change.cause != "panic":
             self._births[number, *key] = change.at
