@@ -314,7 +314,7 @@ def test_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["run", "--evaluation", "run/config.json"], "run/config.json is no evaluation: it has no 'policies'"),
         (["run", "--evaluation", "nowhere.json"], "nowhere.json is no evaluation"),
         (["run", "--out", "nowhere/x.html"], "nowhere/x.html cannot be written"),
-        (["run", "--out", "run"], "run cannot be written: it is a folder"),
+        (["run", "--out", "run"], "run cannot be written: it is no file"),
     ],
 )
 def test_mistakes(

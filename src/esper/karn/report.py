@@ -12,10 +12,9 @@ from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluati
 from esper.karn.page import Markup, element, folded, page, picture, table
 from esper.karn.state import Episode, Round, RunState, read_run
 from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
-from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json
-from esper.storage.files import replace_file
+from esper.storage.files import check_writable, replace_file
 
 SECTIONS = {
     "summary": "What was learned",
@@ -43,8 +42,7 @@ def write_report(
     run_path = Path(run_path)
     target = run_path / "report.html" if out is None else Path(out)
     run = read_run(run_path, round)
-    if target.is_dir() or not target.resolve().parent.is_dir():
-        raise BadValueError(f"{target} cannot be written: it is a folder, or its folder does not exist")
+    check_writable(target)
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
     compared = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
     contents = (

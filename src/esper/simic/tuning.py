@@ -27,7 +27,7 @@ from esper.simic.evaluation.workers import RunAll, run_with
 from esper.simic.evaluation.yardsticks import extensions, plan_policy
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import check_device, host_seed
-from esper.storage.files import replace_file
+from esper.storage.files import check_writable, replace_file
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan
 from esper.tamiyo.policies.heuristic import OFFER_CHOICES
 from esper.tamiyo.policies.open_loop import MAX_SEEDS
@@ -316,8 +316,7 @@ def check_free(path: Path) -> None:
     """Raise unless a tuned file can be written here; checked before the search, which may take an hour."""
     if path.exists():
         raise BadValueError(f"{path} exists, and an evaluation may have used it; choose another --out")
-    if not path.resolve().parent.is_dir():
-        raise BadValueError(f"{path} cannot be written: there is no folder {path.parent}")
+    check_writable(path)
 
 
 def write_tuned(path: Path, tuned: Tuned) -> None:

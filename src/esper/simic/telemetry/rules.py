@@ -125,7 +125,7 @@ def small_gradients(evidence: Evidence) -> Iterator[Reading]:
     metrics, unit = evidence.metrics, evidence.clip_norm
     yield from below("gradient norm", metrics.pre_clip_grad_norm, GRADIENT_LOW * unit)
     for name, head in metrics.heads.items():
-        if head.learnable:
+        if head.learnable_fraction > 0:
             yield from below(f"gradient norm of head {name}", head.grad_norm, HEAD_GRADIENT_LOW * unit, name)
 
 
