@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from esper.leyline import OTHER_RHOS, BadValueError
+from esper.leyline.numbers import CLAIM_SEEDS
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig, short_names
 from esper.simic.evaluation.results import overall_mean
-from esper.simic.evaluation.statistics import CLAIM_SEEDS, Claim
+from esper.simic.evaluation.statistics import Claim
 from esper.simic.training.run_folder import git_hash
 from esper.storage.files import check_writable, replace_file, storage_errors
 

@@ -50,13 +50,11 @@ class QueryCommand:
             return
         with ask(self.folder, self.statement, self.timeout) as answer:
             if targets:
-                self._write(answer, console)
+                self._write(answer, targets[0], console)
             else:
                 _show(console, answer, self.rows)
 
-    def _write(self, answer: Answer, console: Console) -> None:
-        target = self.csv or self.json
-        assert target is not None
+    def _write(self, answer: Answer, target: Path, console: Console) -> None:
         try:
             count = answer.write_csv(target) if self.csv else answer.write_json(target)
             sys.stdout.flush()

@@ -10,15 +10,13 @@ from esper.karn.canvas import INK, MUTED, SERIES, new_figure
 from esper.karn.page import Markup, element, picture, table
 from esper.karn.state import Fields, read_object
 from esper.leyline import BadValueError
-from esper.leyline.numbers import t_quantile
+from esper.leyline.numbers import CLAIM_SEEDS, t_quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MEAN = "mean over tasks"
-CLAIM_SEEDS = 5
-"""Training seeds below which a difference is a report and no claim"""
 _MARKERS = "osD^vPX*"
 _LONGEST_NAME = 30
 

@@ -94,9 +94,9 @@ def existing_folder(folder: Path) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
-def free_path(path: Path) -> Path:
+def free_path(path: Path, separator: str = ".", first: int = 1) -> Path:
     """The path; or, if it exists, the first of <path>.1, <path>.2, … that does not."""
-    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    numbered = (path.with_name(f"{path.name}{separator}{number}") for number in count(first))
     return next(each for each in chain([path], numbered) if not each.exists())
 
 

@@ -19,7 +19,7 @@ from esper.simic.evaluation import arena as arena_module
 from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer
 from esper.simic.evaluation.policies import PolicySpec, make_policy
 from esper.simic.evaluation.workers import run_here
-from esper.simic.evaluation.yardsticks import extensions, plan_parameters
+from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import host_seed
 from esper.simic.tuning import Search, Trials, Tuned, search_heuristic, search_schedule, tune, write_tuned
@@ -58,6 +58,14 @@ class Fake:
 def _luck(*place: int | str) -> float:
     """In [−1, 1)."""
     return derive_seed("luck", *place) / 2**62 - 1
+
+
+def plan_parameters(plan: Plan, task: Task) -> int:
+    """Parameters that a plan grows."""
+    sizes = {
+        (slot.slot_id, offer.name): offer.parameters for slot in task.slot_config.slots for offer in slot.blueprints
+    }
+    return sum(sizes[seed.slot, seed.blueprint] for seed in plan.seeds)
 
 
 def planted(values: dict[tuple[str, str, int], float]) -> Callable[[Plan], float]:

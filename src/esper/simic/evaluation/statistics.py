@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline import BadValueError, derive_seed
-from esper.leyline.numbers import p_value, t_quantile
+from esper.leyline.numbers import CLAIM_SEEDS, p_value, t_quantile
 from esper.simic.evaluation.policies import PolicySpec, base_of
 from esper.simic.evaluation.results import Result
 
@@ -147,8 +147,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-CLAIM_SEEDS = 5
-"""Training seeds below which a difference is a report and no claim."""
 MARGIN = 1.0
 """Points by which a policy may be worse and still be called not worse."""
 
