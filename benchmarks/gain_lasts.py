@@ -33,7 +33,7 @@ from esper.simic.evaluation.policies import (
     PolicySpec,
     check_specs,
     learned_runs,
-    make_policies,
+    make_policy,
     unfinished,
 )
 from esper.simic.evaluation.statistics import Difference, compare
@@ -92,7 +92,8 @@ def run(job: Job) -> Lasting:
     """Grow, harden, train on; and the same compute without growth."""
     torch.set_num_threads(1)
     task, preset = shortened(job.task, job.steps), head_preset("core")
-    policy = make_policies(job.spec, task, growth_table(preset, task.slot_config), job.device)[job.index]
+    member = PolicySpec.parse(job.spec).members[job.index]
+    policy = make_policy(member, task, growth_table(preset, task.slot_config), job.device)
     config = EvaluationConfig(job.task, job.hosts, job.rng_seed, final=job.final)
     arena = Arena(task, preset, final=job.final, device=job.device, data_dir=job.data_dir)
     blocks = divide(job.hosts, AT_ONCE // 2)
@@ -222,7 +223,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
     task = shortened(arguments.task, arguments.steps)
-    table = growth_table(head_preset("core"), task.slot_config)
     hosts = EvaluationConfig(arguments.task, arguments.hosts, arguments.seed, device=arguments.device)
     specs = [PolicySpec.parse(policy) for policy in arguments.policies]
     check_specs(specs, hosts)
@@ -232,7 +232,7 @@ def main() -> None:
             *(arguments.final, arguments.device, arguments.data_dir),
         )
         for spec in arguments.policies
-        for index in range(len(make_policies(spec, task, table)))
+        for index in range(len(PolicySpec.parse(spec).members))
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)  # where nothing can be written, no look is wasted
     warnings = unfinished(learned_runs(specs))

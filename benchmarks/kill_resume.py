@@ -28,7 +28,7 @@ from kills import FileKill
 
 from esper.simic.agent.checkpoint import AGENT
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, RunFolder, read_config
+from esper.simic.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, checkpoints_of, read_config
 from esper.simic.training.trainer import Trainer
 from esper.storage.files import is_leftover
 from esper.storage.logs import read_lines
@@ -142,7 +142,7 @@ def state_of(folder: Path) -> str:
     places = [folder, folder / CHECKPOINTS]
     if any(is_leftover(path) for place in places if place.is_dir() for path in place.iterdir()):
         return "in a checkpoint" if (folder / CONFIG).exists() else "as it began"
-    return "as it began" if RunFolder.last_checkpoint(folder) is None else "in a round"
+    return "as it began" if checkpoints_of(folder).newest() is None else "in a round"
 
 
 def draw_kill(dice: random.Random, whole: Whole) -> Kill:
@@ -181,7 +181,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """State and raw tensors of the last one; the size of the metrics depends on the clock's digits."""
-    last = RunFolder.last_checkpoint(folder)
+    last = checkpoints_of(folder).newest()
     assert last is not None
     content, tensors = read_stored(last, AGENT)
     del content["progress"]["metrics"]

@@ -17,7 +17,7 @@ from esper.cli.evaluate import made_with
 from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
 from esper.simic.evaluation.comparison import TaskComparison, kinds_of_hosts
-from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec, is_learned
+from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.evaluation.workers import run_contenders, run_with
 from esper.storage.files import replace_file
@@ -34,7 +34,7 @@ def results_of(policy: Content) -> list[Result]:
             seed["accuracy"],
             seed["control_accuracy"],
             seed["added_params"],
-            [[Fossil.named(commit) for commit in commits] for commits in seed["commits"]],
+            [[Fossil(*commit.split("/")) for commit in commits] for commits in seed["commits"]],
         )
         for seed in policy["by_seed"]
     ]
@@ -42,7 +42,7 @@ def results_of(policy: Content) -> list[Result]:
 
 def contenders_of(found: Content, controls: list[str], config: EvaluationConfig) -> dict[str, list[Contender]]:
     """By name: the oracle, controls of the first learned policy, and `wait`, which the file already has."""
-    learned = next((name for name in found["policies"] if is_learned(name)), None)
+    learned = next((name for name in found["policies"] if PolicySpec.parse(name).learned), None)
     if learned is None or SHARED not in found["policies"]:
         raise BadValueError(f"a learned policy and {SHARED!r} have to be among {list(found['policies'])}")
     for flag in ("--preset", "--isolation"):

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import RESULTS
 
-from esper.simic.evaluation.policies import short_name
+from esper.simic.evaluation.policies import PolicySpec
 from esper.simic.evaluation.statistics import compare, compare_rows
 from esper.storage.files import replace_file
 from esper.tolaria import get_task
@@ -100,6 +100,11 @@ WIDTH = 100
 RULES = ("schedule", "heuristic", "random", "random-commit", "wait")
 
 Content = dict[str, Any]  # Any: what JSON holds
+
+
+def short_name(spec: str) -> str:
+    """A policy without its folders."""
+    return PolicySpec.parse(spec).short
 
 
 def page(folder: Path = RESULTS) -> str:

@@ -7,6 +7,8 @@ from typing import TypeGuard
 
 from esper.leyline.errors import BadValueError, EsperError, UnknownNameError
 
+CLAIM_SEEDS = 5  # training seeds below which a difference between policies is a report and no claim
+
 
 def refuse(problems: Mapping[str, bool], error: type[EsperError] = BadValueError) -> None:
     """Raise the first of these problems that applies."""

@@ -221,14 +221,14 @@ def test_a_head_that_no_step_used_is_not_learnable() -> None:
     """The metrics report the head as not learnable, and it gets no gradient."""
     agent = make_agent("core")
     heads = agent.update(collect(agent, narrow=only("op", WAIT, PRUNE))).heads
-    assert not heads["blueprint"].learnable
+    assert heads["blueprint"].learnable_fraction == 0
     assert (heads["blueprint"].learnable_fraction, heads["blueprint"].grad_norm) == (0, 0)
     assert heads["op"].learnable_fraction > heads["slot"].learnable_fraction > 0
     assert heads["op"].grad_norm > 0
     heads = agent.update(collect(agent, narrow=only("op", GERMINATE))).heads
-    assert heads["blueprint"].learnable
+    assert heads["blueprint"].learnable_fraction > 0
     assert heads["blueprint"].grad_norm > 0
-    assert not heads["op"].learnable  # a single op leaves it no choice
+    assert heads["op"].learnable_fraction == 0  # a single op leaves it no choice
 
 
 @pytest.mark.requirement(77, 91)

@@ -24,7 +24,7 @@ from esper.simic.telemetry.detector import DRIFT_WARMUP
 from esper.simic.telemetry.rules import RULES
 from esper.simic.training import collect
 from esper.simic.training.collect import action_draws
-from esper.simic.training.run_folder import EXTRAS, RunFolder
+from esper.simic.training.run_folder import EXTRAS, checkpoints_of
 from esper.simic.training.trainer import Trainer
 from esper.tolaria.measurement import FleetComparison
 
@@ -131,7 +131,7 @@ def jump_a_bit(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """The same by so little that the KL is within the band of a spike. How much that is, copies of the agent find out
     on the round that will be collected once more."""
     trainer.collector.collect(trainer.round)
-    folder = RunFolder.last_checkpoint(trainer.folder.path)
+    folder = checkpoints_of(trainer.folder.path).newest()
     assert folder is not None
     kl, low, high = 0.0, 0.0, 40.0
     while not 0.2 < kl < 0.4:

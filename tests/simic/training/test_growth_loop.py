@@ -56,9 +56,9 @@ def test_purposes_never_share_a_host() -> None:
 @pytest.mark.invariant(13)
 def test_draws_are_a_function_of_seed_round_and_env() -> None:
     """The number of envs does not change the draws of any one env."""
-    few, many = action_draws(1, 2, 3, 4, 2), action_draws(1, 2, 5, 4, 2)
+    few, many = (action_draws(1, "training", [(2, env) for env in range(n)], 4, 2) for n in (3, 5))
     assert torch.equal(few, many[:, :3])
-    assert not torch.equal(few, action_draws(1, 3, 3, 4, 2))
+    assert not torch.equal(few, action_draws(1, "training", [(3, env) for env in range(3)], 4, 2))
 
 
 # -- what is offered works --------------------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
     committed = []
     for rng_seed in range(2):
         agent = PPOAgent(runner.table, runner.layout, config().agent_config(fast), rng_seed=rng_seed)
-        seeds, draws = list(range(30)), action_draws(rng_seed, 0, 30, fast.steps, len(runner.table))
+        seeds, positions = list(range(30)), [(0, env) for env in range(30)]
+        draws = action_draws(rng_seed, "training", positions, fast.steps, len(runner.table))
         player = PolicyPlayer(runner, LearnedPolicy(agent), seeds, draws)
         committed += (play_episode(runner, player.act, player.on_step).fossil_parameters > 0).tolist()
     assert sum(committed) / len(committed) >= 0.2

@@ -26,11 +26,6 @@ class HeadMetrics:
     learnable_fraction: float
     uncentred: bool
 
-    @property
-    def learnable(self) -> bool:
-        """Whether any step decided it."""
-        return self.learnable_fraction > 0
-
 
 @dataclass(frozen=True)
 class PPOUpdateMetrics:

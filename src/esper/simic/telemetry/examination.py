@@ -35,11 +35,6 @@ class RatioReport:
     not_a_number: dict[str, int]
     worst: tuple[Offender, ...]
 
-    @property
-    def offenders(self) -> int:
-        """The number of offenders, listed or not."""
-        return sum(sum(counts.values()) for counts in (self.exploded, self.vanished, self.not_a_number))
-
 
 @dataclass(frozen=True)
 class RatioExplosionDiagnostic:

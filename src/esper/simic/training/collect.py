@@ -1,6 +1,6 @@
 """A round of episodes under the agent's policy: rewards, the rollout buffer, and a record for the logs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,17 +81,10 @@ class RoundRecord(NamedTuple):
 
 
 def action_draws(
-    rng_seed: int,
-    round_index: int,
-    envs: int,
-    steps: int,
-    heads: int,
-    purpose: Purpose = "training",
-    first_env: int = 0,
+    rng_seed: int, purpose: Purpose, positions: Iterable[tuple[int, int]], steps: int, heads: int
 ) -> Tensor:
     """(steps, envs, heads) in [0, 1): a stream per env, a pure function of (seed, purpose, round, env)."""
-    numbers = range(first_env, first_env + envs)
-    seeds = [derive_seed(rng_seed, "actions", purpose, round_index, env) for env in numbers]
+    seeds = [derive_seed(rng_seed, "actions", purpose, *position) for position in positions]
     streams = [torch.rand((steps, heads), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(streams, 1)
 
@@ -141,7 +134,8 @@ class RoundCollector:
         with self.spans("begin"):
             runner.begin([host_seed("training", self.rng_seed, round_index, group) for group in groups])
         steps, heads = runner.fleet.task.steps, len(runner.table)
-        draws = action_draws(self.rng_seed, round_index, len(rows), steps, heads, first_env=rows.start)
+        positions = [(round_index, env) for env in rows]
+        draws = action_draws(self.rng_seed, "training", positions, steps, heads)
         rollout = _Rollout(self, runner, rows, draws)
         play_episode(runner, rollout.act, rollout.on_step)
         return rollout.record()

@@ -19,7 +19,7 @@ from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, check_device, growth_fleet
 from esper.simic.training.recorder import Recorder
-from esper.simic.training.run_folder import Restored, RunFolder, begin_with, check_settings
+from esper.simic.training.run_folder import Restored, RunFolder, begin_with, check_settings, checkpoints_of
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
 from esper.tolaria import get_task
@@ -65,7 +65,7 @@ class Trainer:
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
             device=config.device,
         )
-        if config.start is not None and (not resume or RunFolder.last_checkpoint(folder) is None):
+        if config.start is not None and (not resume or checkpoints_of(folder).newest() is None):
             begin_with(agent, config.start)
         # Last, so that a run that cannot start leaves nothing behind.
         if resume:
