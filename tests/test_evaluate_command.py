@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +23,10 @@ from esper.simic.training.trainer import Trainer
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def run(quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run in the working directory."""
     monkeypatch.chdir(tmp_path)
-    Trainer(quick_config(1), Path("a")).run(progress=False)
+    shutil.copytree(quick_run, "a")
     return "a"
 
 

@@ -47,6 +47,7 @@ def test_the_page_has_the_tables() -> None:
     assert tables() in PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_the_questions_are_answered(run: Path) -> None:
     """All of them, with rows."""
     asked = questions()
@@ -56,6 +57,7 @@ def test_the_questions_are_answered(run: Path) -> None:
             assert len(list(answer.rows)) > 0, statement
 
 
+@pytest.mark.slow
 def test_decisions_are_those_of_the_metrics(run: Path) -> None:
     """Counted twice on their way: as ops of a round, and one by one."""
     counted = "SELECT round, lower(op) AS op, count(*) AS found FROM decisions GROUP BY ALL"
@@ -72,6 +74,7 @@ def test_decisions_are_those_of_the_metrics(run: Path) -> None:
     assert rows_of(run, "SELECT DISTINCT count(*) FROM decisions GROUP BY round, env") == [(12,)]
 
 
+@pytest.mark.slow
 def test_rewards_are_those_of_the_metrics(run: Path) -> None:
     """Parts: their means over episodes. Steps: they sum to the parts, to the rounding of both."""
     for part in ("gain", "rent"):
@@ -84,6 +87,7 @@ def test_rewards_are_those_of_the_metrics(run: Path) -> None:
         assert reward == pytest.approx(points, abs=0.02)
 
 
+@pytest.mark.slow
 def test_seeds_are_those_that_were_germinated(run: Path) -> None:
     """Every GERMINATE has its seed, and every commit its episode's parameters."""
     born = "SELECT round, env, step, slot, blueprint FROM decisions WHERE op = 'GERMINATE'"

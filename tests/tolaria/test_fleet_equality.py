@@ -125,6 +125,7 @@ def run_step(fleet: HostFleet, lone: OneByOne, tolerance: float) -> None:
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), [CASES[0], CASES[3]])
+@pytest.mark.default_cases("cnn-sgd")
 def test_equals_networks_one_by_one(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Five steps of four minibatches; ramps, rests and births run on by themselves."""
     task = task_of(kind, optimiser)
@@ -162,6 +163,7 @@ def play(grower: Growable, step: int, slots: tuple[str, ...], blueprint: str) ->
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), CASES)
+@pytest.mark.default_cases("cnn-sgd", "gpt-adamw")
 def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Edits before each of the five steps."""
     task = task_of(kind, optimiser)
@@ -179,6 +181,7 @@ def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConf
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), [CASES[1], CASES[2]])
+@pytest.mark.default_cases("cnn-adamw")
 def test_equals_them_after_a_restore(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Three hosts go back by a step, structure and all, and train on with empty optimisers; the others go on."""
     task = task_of(kind, optimiser)

@@ -211,6 +211,7 @@ def assert_restored(fleet: HostFleet, before: HostFleet, env: int) -> None:
     "place", [0, TASK.batches_per_step // 2, TASK.batches_per_step - 1], ids=["first", "mid", "last"]
 )
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.default_cases("*-mid")
 def test_faults_are_caught_before_the_next_decision(
     fault: Fault, place: int, trained: HostFleet, healthy: HostFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

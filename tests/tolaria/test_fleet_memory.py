@@ -147,6 +147,7 @@ def test_parts_keep_to_the_budget(kind: Kind) -> None:
 
 
 @KINDS
+@pytest.mark.default_cases("cnn")
 def test_a_validation_keeps_to_its_budget(kind: Kind) -> None:
     """Measured while it runs, beside the scores that it returns: less than an undivided one has alive."""
     task = replace(task_of(kind), calibration_size=16)
@@ -169,6 +170,7 @@ def assert_close(mine: RowScore, reference: RowScore) -> None:
 
 @KINDS
 @pytest.mark.parametrize("budget", [1, 500_000])
+@pytest.mark.default_cases("1-cnn", "500000-gpt")
 def test_the_budget_changes_no_result(kind: Kind, budget: int) -> None:
     """Scores, auditions and contributions in float64, against those of one pass over everything."""
     whole, pieces = (make_fleet(task_of(kind), dtype=torch.float64) for _ in range(2))
@@ -376,6 +378,7 @@ def live(fleet: HostFleet, edits: int, chance: random.Random) -> None:
             fleet.reset(fleet.seeds)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     """Two hundred edits and snapshots hold what forty do."""
     fleet, chance = make_fleet(task_of("cnn"), grown=False), random.Random(3)

@@ -37,6 +37,7 @@ def percent(runner: EpisodeRunner, env: int, images: slice) -> float:
     return 100 * float(runner.committed[env].correct[images].double().mean())
 
 
+@pytest.mark.default_cases("test")
 def test_its_figures_are_those_of_the_replayed_plan(small: Task, final: bool) -> None:
     """Each chosen plan on its host alone: the same accuracy, control and parameters on the scored images. On the
     choosing images it is better than waiting."""

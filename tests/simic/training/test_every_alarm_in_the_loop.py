@@ -396,6 +396,7 @@ def test_silence(calm: dict[int, Path], tmp_path: Path) -> None:
 
 @pytest.mark.requirement(42)
 @pytest.mark.parametrize("factor", [3.0, 1 / 3, 1.0], ids=["three times", "a third", "unchanged"])
+@pytest.mark.default_cases("three times")
 def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Gradients three times larger or smaller raise drift right after the warm-up."""
     trainer = go_on(calm, tmp_path / "run")

@@ -179,6 +179,7 @@ def run_with_a_fault(policies: list[Remembering], runner: EpisodeRunner) -> None
 
 @pytest.mark.requirement(95)
 @pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.default_cases("1")
 def test_a_policy_begins_anew_after_a_panic(width: int) -> None:
     """In an evaluation too, later steps start with a fresh hidden state; the other hosts keep theirs."""
     runner = make_runner(2, 2)

@@ -116,6 +116,7 @@ def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
 
 @pytest.mark.requirement(9)
 @pytest.mark.parametrize("console", [True, False])
+@pytest.mark.default_cases("True")
 def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path) -> None:
     """An extreme KL in the real loop reaches the hub, with or without a console."""
     trainer, recorder = start(tmp_path / "run", SinkSettings(console=console)), Recorder()

@@ -254,6 +254,7 @@ def alone(runner: EpisodeRunner, policy: Policy, seeds: list[int]) -> list[float
 
 
 @pytest.mark.parametrize("kind", ["schedule", "heuristic"])
+@pytest.mark.default_cases("schedule")
 def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are packed: here three hosts in a fleet of two groups, some of it filled up."""
     task = tiny_task()
