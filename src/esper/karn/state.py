@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard
 
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
 from esper.leyline.records import Json, config_checksum, flatten, refuse_constant
@@ -24,7 +24,6 @@ CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
 HEADLINES = ("objective", "objective_std", "gain", "accuracy", "added_parameters", "committed", "panics")
 """Columns that every round has"""
 DRAWN = ("stage", "panic", "episode")  # kinds of events that reports are drawn from
-Value = TypeVar("Value")
 
 
 class Fields(dict[str, Json]):
@@ -62,9 +61,9 @@ class Fields(dict[str, Json]):
         )
         return [float(value) for value in values]
 
-    def optional(self, take: Callable[["Fields", str], Value], key: str) -> Value | None:
-        """The value that `take` reads, or None if there is none."""
-        return None if self.get(key) is None else take(self, key)
+    def optional_text(self, key: str) -> str | None:
+        """A string, or None if there is none."""
+        return None if self.get(key) is None else self.text(key)
 
     def counts(self, key: str) -> dict[str, int]:
         """Counts by name; empty if the key is missing."""
@@ -252,7 +251,7 @@ class RunState:
 def read_run(path: Path, shown: int | None = None) -> RunState:
     """Read the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
-    git, torch_version = (header.optional(Fields.text, key) for key in ("git", "torch"))
+    git, torch_version = map(header.optional_text, ("git", "torch"))
     rounds = [_round(line) for line in metric_lines(path)]
     if not rounds:
         raise BadValueError(f"{path} has no complete round yet: nothing to report before {METRICS} has a line")
@@ -318,7 +317,7 @@ def _change(line: Fields, env: int) -> StageEvent:
         line.whole("step"),
         env,
         line.text("slot"),
-        line.optional(Fields.text, "blueprint"),
+        line.optional_text("blueprint"),
         _stage(line, "source"),
         _stage(line, "target"),
         line.text("cause"),
