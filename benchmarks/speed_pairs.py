@@ -39,6 +39,8 @@ def loop_round(arguments: argparse.Namespace, folder: Path) -> Callable[[], obje
     config = TrainConfig(
         task=name, hosts=arguments.hosts, rounds=rounds, device=arguments.device, data_dir=arguments.data_dir
     )
+    # The policy stays as it was born, so that both versions take nearly the same actions and grow as many seeds.
+    config = replace(config, ppo=replace(config.ppo, rate=1e-12))
     trainer = Trainer(config, folder / "run")
     trainer.folder.__enter__()  # released when this process ends
     return trainer.run_round
