@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test test-all clean
+.PHONY: venv demo test test-all check-code check-behaviour clean
 
 venv: .venv/.built
 
@@ -14,10 +14,16 @@ venv: .venv/.built
 demo: venv
 	$(BIN)/esper demo
 
+# mypy uses one core, so it runs beside the tests.
 test: venv
+	$(MAKE) --no-print-directory -j 2 check-code check-behaviour
+
+check-code:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check-behaviour:
 	$(BIN)/pytest -n 2 --dist loadfile
 
 test-all: venv

@@ -1,8 +1,8 @@
 """What each part of the learner is worth: the same run with one thing changed at a time.
 
 Every variant is trained with every seed, then evaluated on the same unseen hosts (validation images, sampled actions,
-last checkpoint). A run whose result is there is not run again, and one that was stopped goes on from its last round, so
-the whole can be done in pieces. Three seeds are a report and no claim.
+last checkpoint). A run that has a result is skipped, and one that was stopped resumes from its last round. Three seeds
+are a report, not a claim.
 
     python benchmarks/ablations.py --workers 16
     python benchmarks/ablations.py --only "no memory" "joint clipping" --seeds 3

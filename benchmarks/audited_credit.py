@@ -1,13 +1,15 @@
 """Is a seed's contribution what the host would lose without it?
 
-Hosts grow random seeds in all slots, of all blueprints. In mid-episode one HOLDING seed of each is audited: its
-contribution, calibrated, on one half of the validation images; and the truth, from twins of one snapshot that train on
-for five steps, one as it is and one with the seed cut at once: the difference of their accuracies on the other half,
-calibrated too. Twins see the same minibatches at the same rates; both begin with empty momentum, as after any restored
-snapshot.
+Hosts grow random seeds in all slots, of all blueprints. During the episode one HOLDING seed of each host is audited:
 
-Spearman's rank correlation over all seeds, and within slots: per slot, then averaged with the number of seeds as
-weight, so that knowing good slots from bad ones does not count. Intervals are bootstrapped over seeds, one per host.
+- Its contribution is measured on one half of the validation images, calibrated.
+- For the truth, twins of one snapshot train on for five steps, one as it is and one with the seed cut at once. The
+  difference of their accuracies is measured on the other half, calibrated too. Twins see the same minibatches at the
+  same rates; both begin with empty momentum, as after any restored snapshot.
+
+The result is Spearman's rank correlation, over all seeds and within slots. The latter is the mean over slots, weighted
+by their number of seeds, so that telling good slots from bad ones does not count. Intervals are bootstrapped over
+seeds, one per host.
 
     python benchmarks/audited_credit.py --live 400 --workers 16
 """
@@ -27,13 +29,13 @@ from harness import RESULTS, Json, print_table, write_result
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from esper.kasmina.compare import RowScore, paired_accuracy, paired_loss
+from esper.kasmina.compare import RowScore, paired_difference
 from esper.leyline import EsperError, SeedStage, derive_seed
 from esper.simic.training.hosts import host_seed
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.batches import Samples
 from esper.tolaria.passes import score_rows
-from esper.tolaria.rows import deployed_rows
+from esper.tolaria.rows import deployed_rows, eval_rows
 
 AFTERWARDS = 5
 """Steps that twins train on."""
@@ -98,7 +100,8 @@ class Halves:
 
     def contributions(self) -> tuple[list[RowScore], dict[tuple[int, str], RowScore]]:
         """On the first half: main rows, and the rows with one acting seed silenced (or a TRAINING one acting)."""
-        rows, whose = self.fleet.evaluation_rows()
+        self.fleet.update_plan()
+        rows, whose = eval_rows(self.fleet, range(len(self.fleet.host.weights)))
         scores = score_rows(self.fleet, rows, self.first, self.calibration)
         return scores[: self.fleet.n], {seed: scores[row] for row, seed in whose.items()}
 
@@ -140,7 +143,7 @@ def tend(fleet: HostFleet, env: int, sowing: Sowing) -> None:
 
 
 def grow(fleet: HostFleet, plans: list[dict[str, Sowing]], steps: int) -> None:
-    """So many steps, without a governor: it would undo what is to be seen."""
+    """Train `steps` steps without a governor, which would undo what is measured here."""
     for _ in range(steps):
         for env, plan in enumerate(plans):
             for sowing in plan.values():
@@ -170,7 +173,7 @@ def audit(job: Job) -> list[Audit]:
     found = []
     for env, slot_id in chosen.items():
         without = silenced[env, slot_id]
-        contribution, effect = paired_accuracy(main[env], without), paired_accuracy(kept[env], cut[env])
+        contribution, effect = paired_difference(main[env], without), paired_difference(kept[env], cut[env])
         found.append(
             Audit(
                 hosts[env],
@@ -178,10 +181,10 @@ def audit(job: Job) -> list[Audit]:
                 plans[env][slot_id].blueprint,
                 moment,
                 acting[env],
-                contribution.value,
-                paired_loss(main[env], without).value,
-                effect.value,
-                paired_loss(kept[env], cut[env]).value,
+                contribution.accuracy.value,
+                contribution.loss.value,
+                effect.accuracy.value,
+                effect.loss.value,
             )
         )
     return found

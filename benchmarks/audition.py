@@ -1,8 +1,8 @@
 """Does the audition, before a host weight has moved, rank seeds like the gain after blending?
 
-Every image blueprint in every slot of `digits_blind`, several seeds each: the audition after shadow training (accuracy
-and loss; once with statistics of the rows' own, once with the host's running ones) against the gain over the host that
-never grows, after the ramp, on the same images.
+Every image blueprint grows in every slot of `digits_blind`, with several seeds each. The audition after shadow training
+is compared with the gain over a host that never grows, after the ramp, on the same images. Auditions are measured in
+accuracy and loss, once calibrated and once with the host's running statistics.
 
     python benchmarks/audition.py                 # the full table, about three minutes on one core
 """
@@ -18,7 +18,7 @@ from one_seed import Plan, grow, unlimited
 from scipy.stats import spearmanr
 
 from esper.kasmina import BlueprintRegistry, Comparison
-from esper.kasmina.compare import paired_accuracy, paired_loss, score_row
+from esper.kasmina.compare import paired_difference, score_row
 from esper.kasmina.slot import Role
 from esper.leyline import SeedStage
 from esper.tolaria import HostTrainer, Task, get_task
@@ -55,7 +55,8 @@ class Watcher:
             self.audition = best.accuracy.value, best.loss.value
             samples = trainer.batches.validation()
             row = score_row(trainer.model.body, *samples, {self.slot_id: Role.SHADOW}, None)
-            self.running = paired_accuracy(row, found.deployed).value, paired_loss(row, found.deployed).value
+            running = paired_difference(row, found.deployed)
+            self.running = running.accuracy.value, running.loss.value
         if state.stage is SeedStage.HOLDING and self.after_ramp is None:
             self.after_ramp, self.after_ramp_step = found, trainer.step_index
 
@@ -66,8 +67,8 @@ def run_trial(task: Task, batches: Batches, rng_seed: int, plan: Plan, control: 
     grow(task, batches, rng_seed, plan, watcher)
     assert watcher.after_ramp is not None, "the seed never reached HOLDING"
     yardstick = control[watcher.after_ramp_step].main
-    gain = paired_accuracy(watcher.after_ramp.main, yardstick).value
-    gain_loss = paired_loss(watcher.after_ramp.main, yardstick).value
+    difference = paired_difference(watcher.after_ramp.main, yardstick)
+    gain, gain_loss = difference.accuracy.value, difference.loss.value
     return Trial(*watcher.audition, *watcher.running, gain, gain_loss)
 
 

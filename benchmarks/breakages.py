@@ -120,7 +120,7 @@ def try_breakage(root: Path, breakage: Breakage) -> Outcome:
 
 
 def try_all(breakages: Sequence[Breakage], jobs: int, folder: Path) -> list[Outcome]:
-    """All of them, in order, on so many copies."""
+    """Try all breakages in order, on `jobs` copies at a time."""
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for number in range(jobs):
         copies.put(copy_tree(folder / f"copy-{number}"))

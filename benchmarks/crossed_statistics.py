@@ -4,11 +4,14 @@
 
 Each cell draws evaluations with a deviation over hosts, over training seeds and of the rest, and judges them as
 `esper evaluate` does (`simic.evaluation.statistics.crossed`). Either one policy has seeds (learned − rule), or both
-have (learned − learned). Measured are: *superior* where the true difference is 0, *not worse* where it is −margin, how
-many 95 % intervals hold the truth, and the power at an effect that a test which knows the variances finds with
-probability 0.8, 0.9 and 0.99, as a share of that. A test with few seeds cannot know their variance. So beside it stands
-the share of an ideal t-test, which has the degrees of freedom that the true variances give. The last column is what a
-t-interval over seeds, blind to hosts, would call superior.
+have (learned − learned). The columns are:
+
+- how often *superior* is said where the true difference is 0, and *not worse* where it is −margin
+- how many 95 % intervals contain the truth
+- the power, as a share of that of a test which knows the variances, at effects where the latter is 0.8, 0.9 and 0.99
+- the same share for an ideal t-test with the degrees of freedom that the true variances give, because no test with few
+  seeds can know their variance
+- how often a t-interval over seeds, blind to hosts, would say *superior*
 """
 
 import argparse

@@ -163,7 +163,7 @@ def write_round(events: JsonLines, metrics: JsonLines, number: int, record: Roun
 
 
 def simulate(pool: Pool, folder: Path, rounds: int, seed: int) -> dict[str, int]:
-    """Write so many rounds; bytes by file."""
+    """Write `rounds` rounds; returns bytes by file."""
     generator = torch.Generator().manual_seed(seed)
     with RunFolder.create(folder, TrainConfig(task=SHOWN, hosts=64, rounds=rounds)) as run:
         for number in range(rounds):

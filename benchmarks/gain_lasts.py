@@ -1,12 +1,12 @@
-"""Does what was grown still pay when everybody has trained for longer?
+"""Does the gain last when all hosts train for longer?
 
-Hosts are grown by each policy, each beside its control. At T they are hardened (only fossils stay) and trained on for T
-more steps at their final rate, and so are the controls. What is left of the gain then, as a share of what it was: the
-ratio of the means over hosts and training seeds, with a bootstrap interval over both.
+Each policy grows hosts, and each host has a control. After the T steps of an episode, hosts are hardened (only fossils
+stay). Hosts and controls then train T more steps at their final rate. The share of the gain that is left is the ratio
+of the means over hosts and training seeds, with a bootstrap interval over both.
 
-And against compute: a host that never grows is given the work of the grown one, every shadow, validation, ablation and
-probing pass counted as training: first that of the episode, with the schedule of the rate stretched over it, then that
-of the T steps after it, at the final rate.
+Grown hosts are also compared with equal compute: a host that never grows trains with the whole work of the grown one,
+including shadow, validation, ablation and probe passes. First it gets the work of the episode, with the schedule of the
+rate stretched over it. Then it gets the work of the T steps after it, at the final rate.
 
     python benchmarks/gain_lasts.py --policies runs/s0+runs/s1+runs/s2+runs/s3+runs/s4 schedule heuristic --workers 7
 """
@@ -33,7 +33,7 @@ from esper.simic.evaluation.policies import (
     PolicySpec,
     check_specs,
     learned_runs,
-    make_policies,
+    make_policy,
     unfinished,
 )
 from esper.simic.evaluation.statistics import Difference, compare
@@ -83,7 +83,7 @@ class Lasting:
 
 
 def shortened(name: str, steps: int | None) -> Task:
-    """The task, with episodes of so many steps."""
+    """The task, with episodes of `steps` steps, or unchanged."""
     task = get_task(name)
     return task if steps is None else replace(task, steps=steps)
 
@@ -92,7 +92,8 @@ def run(job: Job) -> Lasting:
     """Grow, harden, train on; and the same compute without growth."""
     torch.set_num_threads(1)
     task, preset = shortened(job.task, job.steps), head_preset("core")
-    policy = make_policies(job.spec, task, growth_table(preset, task.slot_config), job.device)[job.index]
+    member = PolicySpec.parse(job.spec).members[job.index]
+    policy = make_policy(member, task, growth_table(preset, task.slot_config), job.device)
     config = EvaluationConfig(job.task, job.hosts, job.rng_seed, final=job.final)
     arena = Arena(task, preset, final=job.final, device=job.device, data_dir=job.data_dir)
     blocks = divide(job.hosts, AT_ONCE // 2)
@@ -222,7 +223,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
     task = shortened(arguments.task, arguments.steps)
-    table = growth_table(head_preset("core"), task.slot_config)
     hosts = EvaluationConfig(arguments.task, arguments.hosts, arguments.seed, device=arguments.device)
     specs = [PolicySpec.parse(policy) for policy in arguments.policies]
     check_specs(specs, hosts)
@@ -232,7 +232,7 @@ def main() -> None:
             *(arguments.final, arguments.device, arguments.data_dir),
         )
         for spec in arguments.policies
-        for index in range(len(make_policies(spec, task, table)))
+        for index in range(len(PolicySpec.parse(spec).members))
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)  # where nothing can be written, no look is wasted
     warnings = unfinished(learned_runs(specs))

@@ -21,7 +21,7 @@ from esper.simic.agent import HeadMetrics, PPOUpdateMetrics, load_agent
 from esper.simic.telemetry import AnomalyDetector, RoundFacts
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.hosts import Groups
-from esper.simic.training.run_folder import EVENTS, EXTRAS, METRICS, RunFolder, read_config
+from esper.simic.training.run_folder import EVENTS, EXTRAS, METRICS, checkpoints_of, read_config
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 
@@ -40,7 +40,7 @@ def read(folder: Path, *, anew: bool = False) -> dict[str, Json]:
     """A run with its alarms, up to its last checkpoint. One whose rounds were not all watched proves nothing. `anew`:
     its rounds are judged by the limits of now."""
     config = read_config(folder)
-    last = RunFolder.last_checkpoint(folder)
+    last = checkpoints_of(folder).newest()
     if last is None:
         raise BadValueError(f"{folder} has no complete round yet")
     _, extras = load_agent(last, EXTRAS)

@@ -1,11 +1,11 @@
-"""Kill and resume: runs that are killed (SIGKILL) at random moments, and gone on with, end as the one that never was.
+"""Kill and resume: runs that are killed (SIGKILL) at random moments and resumed end like one that was never killed.
 
 python benchmarks/kill_resume.py --runs 50 --workers 2
 
-Half of the kills come at a random moment of the clock, half when the process is about to touch a file of the run for
-the n-th time, or a little after that: those meet checkpoints half written, logs half cut, folders half removed. About
-half of the runs are killed again while they go on. Metrics (but for their timing), events and the last checkpoint
-(weights, optimiser, normalisers, random state, detector) must be those of the whole run, bit for bit.
+Half of the kills come at a random time. The others come when the process is about to touch a file of the run for the
+n-th time, or a little later, so they meet half-written checkpoints, half-cut logs and half-removed folders. About half
+of the runs are killed again after resuming. Metrics (without timing), events and the last checkpoint (weights,
+optimiser, normalisers, random state, detector) must equal those of the uninterrupted run, bit for bit.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from kills import FileKill
 
 from esper.simic.agent.checkpoint import AGENT
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, RunFolder, read_config
+from esper.simic.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, checkpoints_of, read_config
 from esper.simic.training.trainer import Trainer
 from esper.storage.files import is_leftover
 from esper.storage.logs import read_lines
@@ -85,8 +85,8 @@ def tiny_task(name: str) -> str:
 
 
 def train(folder: Path, task: str, settings: dict[str, int], kill: Kill | None) -> None:
-    """Begin a run, or go on with it, in a process of its own; the one that is not killed leaves its number of file
-    operations beside the folder."""
+    """Begin or resume a run in a separate process. If it is not killed, it writes its number of file operations next
+    to the folder."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     counted = FileKill(folder, int(kill.at), kill.delay) if kill and kill.kind == "file" else FileKill(folder)
@@ -142,7 +142,7 @@ def state_of(folder: Path) -> str:
     places = [folder, folder / CHECKPOINTS]
     if any(is_leftover(path) for place in places if place.is_dir() for path in place.iterdir()):
         return "in a checkpoint" if (folder / CONFIG).exists() else "as it began"
-    return "as it began" if RunFolder.last_checkpoint(folder) is None else "in a round"
+    return "as it began" if checkpoints_of(folder).newest() is None else "in a round"
 
 
 def draw_kill(dice: random.Random, whole: Whole) -> Kill:
@@ -181,7 +181,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """State and raw tensors of the last one; the size of the metrics depends on the clock's digits."""
-    last = RunFolder.last_checkpoint(folder)
+    last = checkpoints_of(folder).newest()
     assert last is not None
     content, tensors = read_stored(last, AGENT)
     del content["progress"]["metrics"]

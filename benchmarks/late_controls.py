@@ -1,9 +1,9 @@
-"""Controls that an evaluation was made without, on its hosts: the oracle, and from what the file says that a policy
-committed, `retrained:` and `static:` hosts of it.
+"""Add controls to a finished evaluation, on the same hosts: the oracle, and `retrained:` and `static:` hosts of its
+first learned policy. What that policy committed is read from the file.
 
     python benchmarks/late_controls.py EVALUATION.json --controls oracle retrained static --out JOINED.json
 
-`wait` runs again too: it has to be equal to the last digit, or hosts and arithmetic are not those of the file.
+`wait` runs again too. If it is not equal to the last digit, hosts or arithmetic differ from those of the file.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from esper.cli.evaluate import made_with
 from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
 from esper.simic.evaluation.comparison import TaskComparison, kinds_of_hosts
-from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec, is_learned
+from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.evaluation.workers import run_contenders, run_with
 from esper.storage.files import replace_file
@@ -27,22 +27,22 @@ SHARED = "wait"
 
 
 def results_of(policy: Content) -> list[Result]:
-    """What a policy came to, per training seed; fossils act by addition and in full, as all of the core heads do."""
+    """Results of a policy, per training seed. Fossils are added at full strength, as by all policies of preset core."""
     return [
         Result(
             seed["objective"],
             seed["accuracy"],
             seed["control_accuracy"],
             seed["added_params"],
-            [[Fossil.named(commit) for commit in commits] for commits in seed["commits"]],
+            [[Fossil(*commit.split("/")) for commit in commits] for commits in seed["commits"]],
         )
         for seed in policy["by_seed"]
     ]
 
 
 def contenders_of(found: Content, controls: list[str], config: EvaluationConfig) -> dict[str, list[Contender]]:
-    """By name: the oracle, controls of the first learned policy, and the one that is there already."""
-    learned = next((name for name in found["policies"] if is_learned(name)), None)
+    """By name: the oracle, controls of the first learned policy, and `wait`, which the file already has."""
+    learned = next((name for name in found["policies"] if PolicySpec.parse(name).learned), None)
     if learned is None or SHARED not in found["policies"]:
         raise BadValueError(f"a learned policy and {SHARED!r} have to be among {list(found['policies'])}")
     for flag in ("--preset", "--isolation"):

@@ -1,6 +1,6 @@
 """How long an update of the growth controller's policy takes against envs and steps, and how often it waits.
 
-The `core` table of `digits_blind`, LSTM 64, 4 epochs × 4 minibatches, synthetic rounds. On CUDA every host sync of an
+The `core` table of `digits_blind`, LSTM 64, 4 epochs × 4 minibatches, synthetic rounds. On CUDA every device sync of an
 update is counted.
 
     python benchmarks/ppo_update.py --device cuda
@@ -108,7 +108,7 @@ def main() -> None:
                 }
             )
     cells = [[r["envs"], r["steps"], r["median_ms"], r["low_ms"], r["high_ms"], str(r["host_syncs"])] for r in rows]
-    print_table("PPO update", ["envs", "steps", "median ms", "low", "high", "host syncs"], cells)
+    print_table("PPO update", ["envs", "steps", "median ms", "low", "high", "device syncs"], cells)
     write_result("ppo_update", {"rows": rows}, arguments.out)
 
 

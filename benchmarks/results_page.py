@@ -6,7 +6,9 @@ statistics, which needs no new evaluation.
 
 import argparse
 import json
+import re
 import statistics
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from harness import RESULTS
 
-from esper.simic.evaluation.policies import short_name
+from esper.simic.evaluation.policies import PolicySpec
 from esper.simic.evaluation.statistics import compare, compare_rows
 from esper.storage.files import replace_file
 from esper.tolaria import get_task
@@ -22,50 +24,147 @@ from esper.tolaria import get_task
 INTRODUCTION = """\
 # Results: is a learned controller worth having?
 
-*Made from `benchmarks/results` by `python benchmarks/results_page.py > docs/results.md`; measure again there.*
+A learned controller costs training; a rule costs a search at most. This page compares them on hosts
+that no policy was trained or searched on. It also shows what each part of the learner is worth,
+whether gains last, and how fast training is.
 
-Evaluations take hosts that no policy was trained or searched on. The *objective* is the gain in points of accuracy
-over a control that begins alike and never grows, minus the rent of the parameters kept. Training seeds and hosts are
-both samples, and all seeds of a policy meet the same hosts. So the 95 % interval in brackets comes from crossed random
-effects, seeds × hosts; with a single training seed it is over hosts alone. *Superior* is a Holm-adjusted p below 0.05,
-*not worse* a lower end above −1 point; with fewer than five training seeds neither word is used. After *boot* stands
-the interval of a bootstrap over seeds and hosts. Learned policies sample their actions, as they were trained to;
-*greedy* is the objective with the likeliest ones. How often such verdicts are wrong is simulated by
-`python benchmarks/crossed_statistics.py`.
+*`python benchmarks/results_page.py > docs/results.md` makes this page from `benchmarks/results`.*
+
+## In short
+
+Each learned policy, and the rule that was best on the same hosts:
 """
 
+READING = """
+## How to read the tables
+
+- **Objective.** The gain over a control that begins alike and never grows, in points of accuracy,
+  minus the rent of the parameters kept. The range in brackets is over training seeds.
+- **learned − policy.** The difference of objectives, with its 95 % interval. Training seeds and
+  hosts are both samples, and all seeds of a policy meet the same hosts. So the interval comes from
+  crossed random effects, seeds × hosts. With a single training seed it is over hosts alone.
+- **boot.** The interval of a bootstrap over seeds and hosts.
+- **superior** means a Holm-adjusted p below 0.05. **not worse** means a lower end above −1 point.
+  With fewer than five training seeds neither word is used.
+  `python benchmarks/crossed_statistics.py` simulates how often such verdicts are wrong.
+- **greedy.** The objective with the likeliest actions. Otherwise learned policies sample their
+  actions, as they were trained to.
+- **cost.** All work of an episode, in units of the host's own training.
+- **oracle** and **retrained** are no controllers: they know from the first minibatch what to grow.
+"""
+
+LIMITS = """
+## Limits
+
+- Policies with one training seed (`cifar0`, `both0`) are reports: another seed may do otherwise.
+- A policy that was scored on test images before is no longer a first look; *Warned* marks it.
+- Ablations have three seeds and use validation images. They make no claims.
+- Speed was measured on one machine, named in its heading.
+"""
+
+HEADINGS = {
+    "evaluation_digits_blind_first": "digits_blind: the first recipe",
+    "evaluation_digits_varied_sensing": "digits_varied: without probes",
+}
+"""By file: the heading of its section, where the task does not tell it from another."""
+
 NOTES = {
-    "evaluation_cifar_baseline": """
-`cifar0`: 13 rounds of 128 hosts. `both0`: digits_varied and fashion_small, 16 rounds of 64 hosts, never trained here.
-`cifar_plan.json` is the schedule that is shipped, searched with 256 episodes; the learner has had 1,248.
-""",
-    "evaluation_digits_blind": """
-Each run has had 6,528 episodes on a GPU (two stages, docs/controllers.md), and so has the search for the schedule,
-which finds the plan again that one of 624 had found; that for the heuristic had 624.
-The first stages had been scored on test images once, on other hosts (the gain lasts); nothing was chosen by that.
-""",
-    "evaluation_digits_blind_first": """
-The first look at test images, with runs of 12 rounds of 32 hosts (288 episodes): worse than the schedule. The recipe
-was then changed on validation hosts, and looked at once, on other final hosts: above.
-""",
-    "gain_lasts_digits_blind": """
-`blind_z` are first stages of `blind` (docs/controllers.md): 32 rounds of 128 hosts at rent 4.
-""",
-    "evaluation_digits_varied": """
-Each run has had 1,152 episodes, as many as the searches for the schedule and for the heuristic.
-`oracle` and `retrained` are no controllers: they know from the first minibatch what to grow.
-""",
+    "evaluation_cifar_baseline": (
+        "`cifar0` was trained for 13 rounds of 128 hosts (1,248 episodes). `both0` was trained on digits_varied and "
+        "fashion_small, for 16 rounds of 64 hosts, and never here. `cifar_plan.json` is the schedule that is shipped, "
+        "searched with 256 episodes."
+    ),
+    "evaluation_digits_blind": (
+        "Each run had 6,528 episodes on a GPU, in two stages ([controllers](controllers.md)). So had the search for "
+        "the schedule; it found the plan that a search of 624 episodes had found. The search for the heuristic had "
+        "624.\n\n"
+        "The first stages had been scored on test images once, on other hosts (see *The gain lasts*). Nothing was "
+        "chosen by that."
+    ),
+    "evaluation_digits_blind_first": (
+        "This was the first look at test images, with runs of 12 rounds of 32 hosts (288 episodes). They were worse "
+        "than the schedule. The recipe was then changed on validation hosts, and scored once on other final hosts: "
+        "see *digits_blind*."
+    ),
+    "gain_lasts_digits_blind": (
+        "`blind_z` are first stages of `blind` ([controllers](controllers.md)): 32 rounds of 128 hosts at rent 4."
+    ),
+    "evaluation_digits_varied": (
+        "Each run had 1,152 episodes, as many as the searches for the schedule and for the heuristic."
+    ),
+    "evaluation_digits_varied_sensing": "`blunt` was trained like `varied`, with `--no-sensing`.",
 }
 """By file: what its figures do not say."""
+
+WIDTH = 100
+RULES = ("schedule", "heuristic", "random", "random-commit", "wait")
 
 Content = dict[str, Any]  # Any: what JSON holds
 
 
+def short_name(spec: str) -> str:
+    """A policy without its folders."""
+    return PolicySpec.parse(spec).short
+
+
 def page(folder: Path = RESULTS) -> str:
-    """Everything that is there, in markdown."""
+    """The whole page, in markdown."""
     files = [(render, path) for name, render in SECTIONS.items() for path in sorted(folder.glob(f"{name}_*.json"))]
-    parts = [render(json.loads(path.read_text())) + NOTES.get(path.stem, "") for render, path in files]
-    return "\n".join([INTRODUCTION, *parts])
+    contents = {path.stem: json.loads(path.read_text()) for _, path in files}
+    evaluations = {_heading(stem, found): found for stem, found in contents.items() if stem.startswith("evaluation_")}
+    parts = [INTRODUCTION, summary(evaluations), READING]
+    for render, path in files:
+        found = contents[path.stem]
+        parts.append(f"\n## {_heading(path.stem, found)}\n\n{render(found)}")
+        parts += [f"\n{_wrap(note)}\n" for note in NOTES.get(path.stem, "").split("\n\n") if note]
+    return "".join([*parts, LIMITS])
+
+
+def _heading(stem: str, found: Content) -> str:
+    kind = stem.removesuffix(f"_{found['task']}")
+    titles = {
+        "ablations": f"Ablations: {found['task']}",
+        "audited_credit": f"Audited credit: {found['task']}",
+        "gain_lasts": f"The gain lasts: {found['task']}",
+        "loop_throughput": f"Throughput: {found['task']}, {found.get('machine', {}).get('gpu')}",
+    }
+    return HEADINGS.get(stem) or titles.get(kind) or str(found["task"])
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _command(text: str) -> str:
+    """A command as a code block. Long ones continue after a backslash, also within a word, and can still be pasted."""
+    lines = [""]
+    for piece in re.findall(r"[^ ,+]+[,+]? ?", text):
+        if len(lines[-1]) + len(piece.rstrip()) > WIDTH - 2:
+            between_words = lines[-1].endswith(" ")
+            lines[-1] += "\\"
+            lines.append("  " if between_words else "")
+        lines[-1] += piece
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def _made(provenance: Content, lead: str = "Made by") -> str:
+    """The command, and where it ran."""
+    machine = provenance["machine"]["accelerator"] or f"{provenance['machine']['cores']} CPU cores"
+    return _wrap(f"{lead} ({machine}, torch {provenance['torch']}):") + "\n\n" + _command(provenance["command"])
+
+
+def summary(evaluations: Content) -> str:
+    """Each learned policy against the best rule on the same hosts, by heading of its section."""
+    rows = []
+    for heading, found in evaluations.items():
+        means = {name: statistics.fmean(each["objective"]) for name, each in found["policies"].items()}
+        best = max((name for name in means if name.split(":")[0] in RULES), key=means.__getitem__, default="")
+        for one in found["differences"]:
+            if one["against"] == best:
+                policy = one["policy"]
+                cells = [short_name(policy), f"{means[policy]:+.2f}", short_name(best), _difference(one)]
+                rows.append([heading, *cells])
+    return "\n" + _table(["section", "learned", "objective", "best rule", "learned − best rule"], rows) + "\n"
 
 
 def refresh(folder: Path = RESULTS) -> list[Path]:
@@ -123,38 +222,29 @@ def evaluation(found: Content) -> str:
         cells = [f"{figures[0]:+.2f}{spread}", greedy, f"{figures[1]:.1f}", f"{figures[2]:,.0f}", cost]
         rows.append([short_name(spec), *cells, *(_difference(against.get((policy, spec))) for policy in compared)])
     header = ["policy", "objective", "greedy", "accuracy %", "added parameters", "cost"]
-    header += [f"{short_name(policy)} − it" for policy in compared]
+    header += [f"{short_name(policy)} − policy" for policy in compared]
+    task = get_task(found["task"])
+    images = task.steps * task.batches_per_step * task.batch
     scored = "test images" if found["final"] else "validation images"
-    heading = f"## {found['task']}: {', '.join(map(short_name, compared))} on {found['hosts']} unseen hosts, {scored}\n"
-    text = [heading, _table(header, rows), ""]
+    shape = f"An episode trains {images:,} images in {task.steps} steps of {task.batches_per_step} minibatches."
+    text = [_wrap(f"{found['hosts']} unseen hosts, {scored}. {shape}"), "", _table(header, rows), ""]
     for policy in compared:
         share = policies[policy].get("share_of_oracle")
         if share is not None:
             text.append(f"{short_name(policy)} reaches {100 * share:.0f} % of the oracle's objective.\n")
     if any(each.get("by_kind") for each in policies.values()):
         text += [_kinds(policies), ""]
-    task = get_task(found["task"])
-    images = task.steps * task.batches_per_step * task.batch
-    text.append(
-        f"An episode trains {images:,} images in {task.steps} steps of {task.batches_per_step} minibatches. "
-        f"{_made(found['provenance'])}.\n"
-    )
+    text.append(_made(found["provenance"]))
     for later in found.get("joined", []):
         names = ", ".join(short_name(name) for name in later["policies"])
-        text.append(f"Run later, on the same hosts: {names}. {_made(later['provenance'])}.\n")
+        text.append(_made(later["provenance"], f"Run later, on the same hosts: {names}"))
     return "\n".join([*text, *_warned(found)])
-
-
-def _made(provenance: Content) -> str:
-    """The command, and where it ran."""
-    machine = provenance["machine"]["accelerator"] or f"{provenance['machine']['cores']} CPU cores"
-    return f"`{provenance['command']}` ({machine}, torch {provenance['torch']})"
 
 
 def _warned(found: Content) -> list[str]:
     warnings = found.get("warnings", [])
     more = f" (and {len(warnings) - 1} more like it)" if len(warnings) > 1 else ""
-    return [f"Warned: {warning}{more}.\n" for warning in warnings[:1]]
+    return [_wrap(f"Warned: {warning}{more}.".replace(": its ", ". Its ")) + "\n" for warning in warnings[:1]]
 
 
 def _difference(one: Content | None) -> str:
@@ -191,13 +281,12 @@ def ablations(found: Content) -> str:
         [name, *(_spread(each["by_seed"][figure]) for figure in ("objective", "accuracy", "added_params"))]
         for name, each in found["variants"].items()
     ]
-    return (
-        f"## Ablations: {found['task']}, {found['rounds']} rounds of {found['hosts']} hosts, {found['seeds']} seeds\n\n"
-        + _table(["variant", "objective", "accuracy %", "added parameters"], rows)
-        + f"\n\nMean ± deviation over seeds, {found['unseen']} unseen hosts, validation images; a report, no claims "
-        f"(`python benchmarks/ablations.py --rounds {found['rounds']} --hosts {found['hosts']} --unseen "
-        f"{found['unseen']} --seeds {found['seeds']}`).\n"
-    )
+    text = f"Mean ± standard deviation over {found['seeds']} seeds, {found['unseen']} unseen hosts, validation images. "
+    text += f"Each run has {found['rounds']} rounds of {found['hosts']} hosts and changes one thing."
+    command = f"python benchmarks/ablations.py --rounds {found['rounds']} --hosts {found['hosts']} "
+    command += f"--unseen {found['unseen']} --seeds {found['seeds']}"
+    table = _table(["variant", "objective", "accuracy %", "added parameters"], rows)
+    return f"{_wrap(text)}\n\n{table}\n\nMade by:\n\n{_command(command)}"
 
 
 def _spread(values: list[float]) -> str:
@@ -211,13 +300,14 @@ def audited_credit(found: Content) -> str:
         for name, each in found["spearman"].items()
     ]
     live = max(each["seeds"] for each in found["spearman"].values())
-    return (
-        f"## Audited credit: {found['task']}\n\nContribution on one half of the validation images against the true "
-        "effect of cutting the seed and training on for five steps, twins from one snapshot, on the other half "
-        f"(`python benchmarks/audited_credit.py --live {live}`).\n\n"
-        + _table(["by", "live seeds", "Spearman"], rows)
-        + "\n"
+    text = (
+        "Does the contribution of a seed predict what the host would lose without it? The contribution is measured on "
+        "one half of the validation images. For the truth, twins from one snapshot train on for five steps, one of "
+        "them with the seed cut. They are compared on the other half of the images."
     )
+    table = _table(["by", "live seeds", "Spearman's rank correlation (95 % interval)"], rows)
+    command = _command(f"python benchmarks/audited_credit.py --live {live}")
+    return f"{_wrap(text)}\n\n{table}\n\nMade by:\n\n{command}"
 
 
 def gain_lasts(found: Content) -> str:
@@ -236,17 +326,16 @@ def gain_lasts(found: Content) -> str:
     specs = " ".join(
         "+".join(f"runs/{run}" for run in name.split("+")) if "+" in name else name for name in found["policies"]
     )
-    return (
-        f"## The gain lasts: {found['task']}, {found['hosts']} unseen hosts, {scored}\n\n"
-        f"Hardened hosts train on for {found['steps']} more steps at their final rate, and so does the control "
-        f"(`python benchmarks/gain_lasts.py --policies {specs} --hosts {found['hosts']} --seed {found['seed']}"
-        f"{' --final' if found['final'] else ''}`).\n\n"
-        + _table(
-            ["policy", "seeds", "gain", "later", "share kept", "over a wait host with equal compute", "later"], rows
-        )
-        + "\n"
-        + "".join(f"\n{warned}" for warned in _warned(found))
+    text = (
+        f"{found['hosts']} unseen hosts, {scored}. Hardened hosts train on for {found['steps']} more steps at their "
+        "final rate, and so do their controls. *Later* is after these steps. The last two columns compare with a host "
+        "that never grows and trains with equal compute."
     )
+    header = ["policy", "seeds", "gain", "later", "share kept", "over equal compute", "over equal compute, later"]
+    command = f"python benchmarks/gain_lasts.py --policies {specs} --hosts {found['hosts']} --seed {found['seed']}"
+    made = _command(command + (" --final" if found["final"] else ""))
+    warned = "".join(f"\n{warning}" for warning in _warned(found))
+    return f"{_wrap(text)}\n\n{_table(header, rows)}\n\nMade by:\n\n{made}{warned}"
 
 
 def _points(difference: Content) -> str:
@@ -260,13 +349,16 @@ def loop_throughput(found: Content) -> str:
         [name, f"{value:.2f}", f"{100 * value / seconds:.1f}"]
         for name, value in sorted(found["phases"].items(), key=lambda item: -item[1])
     ]
+    figures = [
+        ["trained images/s of main rows, everything included", f"{found['images_per_second'] / 1e6:.2f} M"],
+        ["episodes/hour", f"{found['episodes_per_hour']:,.0f}"],
+    ]
+    phases = _table(["phase", "seconds per round", "share %"], rows)
+    command = f"python benchmarks/loop_throughput.py --device cuda --rounds {len(found['seconds_per_round'])} "
+    made = _command(f"{command}--warm {found['warm']}")
     return (
-        f"## Throughput: {found['task']}, {found['hosts']} hosts, {found['machine']['gpu']}\n\n"
-        f"{found['images_per_second'] / 1e6:.2f} M trained images/s of main rows, everything included; "
-        f"{found['episodes_per_hour']:,.0f} episodes/hour (`python benchmarks/loop_throughput.py --device cuda "
-        f"--rounds {len(found['seconds_per_round'])} --warm {found['warm']}`).\n\n"
-        + _table(["phase", "seconds a round", "share %"], rows)
-        + "\n"
+        f"The whole loop with {found['hosts']} hosts.\n\n{_table(['figure', 'value'], figures)}\n\n{phases}\n\n"
+        f"Made by:\n\n{made}"
     )
 
 

@@ -5,6 +5,12 @@ kernels, let it learn in the host's shadow, blend it in, and commit it. Then the
 module and meets the test images for the first and only time.
 
     python examples/grow_by_hand.py               # seconds on one CPU core
+
+Each printed line is one step:
+
+    alpha         how strongly the seed acts: 0 silent, 1 full
+    audition      points of accuracy that the host would gain if the seed acted at full strength (not acting yet)
+    contributes   points of accuracy that the host would lose without the seed (acting)
 """
 
 import argparse
@@ -17,7 +23,8 @@ from esper.kasmina import Comparison
 from esper.leyline import GateRefusedError, SeedStage
 from esper.tolaria import HostTrainer, get_task
 
-SLOT, BLUEPRINT = "r1c0", "bottleneck"
+SLOT = "r1c0"  # after the pooling (row 1) of the first block (column 0)
+BLUEPRINT = "bottleneck"
 GERMINATE_AT = 5
 SHADOW_STEPS = 6
 
@@ -43,44 +50,44 @@ def decide(trainer: HostTrainer, step: int) -> str:
     if state.stage is SeedStage.HOLDING:
         try:
             model.fossilize(SLOT)
-        except GateRefusedError:  # it must hold, and be measured, for a step first
+        except GateRefusedError:  # too early: its contribution has to be measured in HOLDING first
             return ""
         return "fossilise: it stays"
     return ""
 
 
-def narrate(step: int, moment: Moment, found: Comparison, action: str) -> None:
-    """One line per step."""
+def narrate(step: int, moment: Moment, comparison: Comparison, action: str) -> None:
+    """Print one line for a step."""
     extra = ""
-    if SLOT in found.auditions:
-        extra = f"audition {found.auditions[SLOT].accuracy.value:+.1f}"
-    elif SLOT in found.contributions:
-        extra = f"contributes {found.contributions[SLOT].accuracy.value:+.1f}"
+    if SLOT in comparison.auditions:
+        extra = f"audition {comparison.auditions[SLOT].accuracy.value:+.1f}"
+    elif SLOT in comparison.contributions:
+        extra = f"contributes {comparison.contributions[SLOT].accuracy.value:+.1f}"
     line = f"step {step:2d}  {moment.stage.name:<10}  alpha {moment.alpha:.2f}  validation {moment.accuracy:5.1f} %"
     print(f"{line}  {extra:<18}  {action}".rstrip())
 
 
 def grow(rng_seed: int, *, quiet: bool = False) -> tuple[list[Moment], HostTrainer]:
-    """An episode of `digits_blind` with one seed in its first slot."""
+    """Train one host of the task `digits_blind` from fresh weights to the end, with one seed in its first slot."""
     task = get_task("digits_blind")
     trainer = HostTrainer(task, task.load_batches(), rng_seed)
     moments = []
     for step in range(task.steps):
         action = decide(trainer, step)
-        trainer.train_step()
-        found = trainer.validate()
+        trainer.train_step()  # some minibatches, for the host and for a seed in its shadow
+        comparison = trainer.validate()  # the host as it is, and with the seed switched: audition or contribution
         state = trainer.model.seed_slots[SLOT].state
-        audition = found.auditions[SLOT].accuracy.value if SLOT in found.auditions else None
-        moments.append(Moment(state.stage, state.alpha, found.main.accuracy, audition))
+        audition = comparison.auditions[SLOT].accuracy.value if SLOT in comparison.auditions else None
+        moments.append(Moment(state.stage, state.alpha, comparison.main.accuracy, audition))
         if not quiet:
-            narrate(step, moments[-1], found, action)
-        trainer.tick()
+            narrate(step, moments[-1], comparison, action)
+        trainer.tick()  # ends the step: moves alpha along its ramp, and the seed to its next stage when it is due
     return moments, trainer
 
 
 @torch.no_grad()
 def test_accuracy(network: torch.nn.Module, trainer: HostTrainer) -> float:
-    """Percent of the test images right."""
+    """Accuracy on the test images, in percent."""
     images, labels = trainer.batches.test()
     return 100.0 * float((network.eval()(images).argmax(-1) == labels).double().mean())
 

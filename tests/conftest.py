@@ -1,9 +1,15 @@
 """For all tests: one torch thread, a random state that no test hands on to the next, and benchmarks as modules."""
 
+import fcntl
+import gc
 import importlib
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,6 +38,39 @@ def fresh_registry() -> Iterator[None]:
     TaskRegistry._tasks = before
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Build a folder once for all workers of pytest-xdist: the first to ask fills it. Tests that change it copy it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def provide(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = root / "shared" / name
+        folder.parent.mkdir(exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                draft = folder.with_suffix(".draft")  # a worker that fails half-way leaves no folder
+                shutil.rmtree(draft, ignore_errors=True)
+                fill(draft)
+                draft.rename(folder)
+        return folder
+
+    return provide
+
+
+@pytest.fixture
+def quick_run(shared_folder: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """A trained run of one quick round, to be read or copied. Its task is registered."""
+    from simic.training.tiny import quick_config  # only the workers need it
+
+    from esper.simic.training.trainer import Trainer
+
+    config = quick_config(1)
+    return shared_folder("quick", lambda folder: Trainer(config, folder).run(progress=False))
+
+
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Scripts as modules; tasks that they register are gone with the test."""
@@ -56,9 +95,26 @@ def run_here(
     return run
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of CUDA are skipped where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests of CUDA without a device, and mark all but the default cases of a test as slow."""
+    matched: dict[str, list[bool]] = {}
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if mark := item.get_closest_marker("default_cases"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            default = any(fnmatchcase(case, pattern) for pattern in mark.args)
+            matched.setdefault(test, []).append(default)
+            if not default:
+                item.add_marker(pytest.mark.slow)
+    chosen_by_id = any("::" in argument for argument in config.args)
+    for test, found in matched.items():
+        if not any(found) and not chosen_by_id:
+            raise pytest.UsageError(f"{test}: default_cases matches none of its cases")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude all that exists by now from garbage collection: tests that call it would spend their time there."""
+    gc.collect()
+    gc.freeze()

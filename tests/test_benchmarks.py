@@ -19,7 +19,15 @@ from bench import BENCHMARKS, run_script
 from esper.leyline import BadValueError
 from esper.tolaria import HostFleet, get_task
 
-LIBRARIES = {"harness.py", "results_page.py", "kills.py", "one_seed.py", "ppo_envs.py", "random_growth.py"}
+LIBRARIES = {
+    "harness.py",
+    "metrics_page.py",
+    "results_page.py",
+    "kills.py",
+    "one_seed.py",
+    "ppo_envs.py",
+    "random_growth.py",
+}
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from esper.cli.demo import RULES, free_folder
+from esper.cli.demo import RULES
+from esper.storage.files import free_path
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,11 +22,11 @@ def test_the_makefile_runs_it() -> None:
 def test_a_folder_that_is_taken_gets_a_number(tmp_path: Path) -> None:
     """A second demo does not stop at the first one's folder."""
     wanted = tmp_path / "demo"
-    assert free_folder(wanted) == wanted
+    assert free_path(wanted, "-", 2) == wanted
     wanted.mkdir()
-    assert free_folder(wanted) == tmp_path / "demo-2"
+    assert free_path(wanted, "-", 2) == tmp_path / "demo-2"
     (tmp_path / "demo-2").mkdir()
-    assert free_folder(wanted) == tmp_path / "demo-3"
+    assert free_path(wanted, "-", 2) == tmp_path / "demo-3"
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ def test_python_m_esper() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"esper {esper.__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves() -> None:
     """`esper train --help | head -1` prints no traceback."""
     command = f"{sys.executable} -m esper train --help | head -1"

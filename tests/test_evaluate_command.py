@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from simic.training.tiny import QUICK, quick_config
 from esper.cli import evaluate, main
 from esper.cli.evaluate import claim_line, kind_table, policy_table
 from esper.simic.evaluation.comparison import KindSummary, TaskComparison
-from esper.simic.evaluation.policies import EvaluationConfig, short_name, short_names
+from esper.simic.evaluation.policies import EvaluationConfig, PolicySpec, short_names
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import compare_all
 from esper.simic.training.trainer import Trainer
@@ -22,10 +23,10 @@ from esper.simic.training.trainer import Trainer
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def run(quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run in the working directory."""
     monkeypatch.chdir(tmp_path)
-    Trainer(quick_config(1), Path("a")).run(progress=False)
+    shutil.copytree(quick_run, "a")
     return "a"
 
 
@@ -112,7 +113,7 @@ SEEDS = "+".join(f"runs/blind{number}" for number in range(5))
     ],
 )
 def test_short_names(spec: str, name: str) -> None:
-    assert short_name(spec) == name
+    assert PolicySpec.parse(spec).short == name
 
 
 def test_names_that_would_be_alike_are_written_out() -> None:

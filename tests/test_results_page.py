@@ -97,8 +97,36 @@ def test_a_row_of_the_page(results: ModuleType) -> None:
     assert "Run later" not in text
     later = {"command": "esper evaluate --policies wait", "torch": "2.13.0", "machine": machine}
     found["joined"] = [{"policies": ["wait", "random"], "provenance": later}]
-    told = "Run later, on the same hosts: wait, random. `esper evaluate --policies wait` (2 CPU cores, torch 2.13.0)."
-    assert told in results.evaluation(found)
+    told = "Run later, on the same hosts: wait, random (2 CPU cores, torch 2.13.0):\n\n"
+    assert f"{told}```text\nesper evaluate --policies wait\n```\n" in results.evaluation(found)
+
+
+def test_lines_of_the_page_fit_a_screen(results: ModuleType) -> None:
+    """Tables alone may be wider."""
+    lines = [line for line in results.page().splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > 100] == []
+
+
+def test_long_commands_can_be_pasted(results: ModuleType) -> None:
+    """A shell removes a backslash with the newline after it, within words and between them."""
+    runs = "+".join(f"runs/varied{number}" for number in range(20))
+    command = f"esper evaluate --policies {runs},wait --hosts 128 --workers 2 --json results.json --greedy --final"
+    first, *block, last = results._command(command).splitlines()
+    assert (first, last) == ("```text", "```")
+    assert len(block) == 4
+    assert max(map(len, block)) <= 100
+    assert "\n".join(block).replace("\\\n", "").split() == command.split()
+
+
+def test_the_summary_names_the_best_rule(results: ModuleType) -> None:
+    """By hand: the schedule beats waiting; an oracle is no rule."""
+    objectives = {"runs/a": [2.0, 4.0], "schedule": [1.0, 2.0], "wait": [0.0, 0.0], "oracle": [9.0, 9.0]}
+    policies = {name: {"objective": values} for name, values in objectives.items()}
+    difference = {"mean": 1.5, "low": 1.0, "high": 2.0, "bootstrap_low": 1.0, "bootstrap_high": 2.0}
+    one = {"policy": "runs/a", "difference": difference, "superior": True, "not_worse": True, "enough_seeds": False}
+    found = {"policies": policies, "differences": [one | {"against": name} for name in ("wait", "schedule", "oracle")]}
+    *_, row = results.summary({"digits": found}).splitlines()
+    assert row == "| digits | a | +3.00 | schedule | +1.50 (+1.00 to +2.00; boot +1.00 to +2.00) |"
 
 
 def test_a_second_look_at_test_images_is_on_the_page(results: ModuleType) -> None:
@@ -111,7 +139,7 @@ def test_a_second_look_at_test_images_is_on_the_page(results: ModuleType) -> Non
     found = {"task": "digits_blind", "hosts": 2, "seed": 7, "final": True, "steps": 20,
              "policies": {"a0+a1": {"seeds": 2, "figures": figures}}}  # fmt: skip
     plain = results.gain_lasts(found)
-    assert "--policies runs/a0+runs/a1 --hosts 2 --seed 7 --final`" in plain
+    assert "--policies runs/a0+runs/a1 --hosts 2 --seed 7 --final\n" in plain
     assert "| a (2 seeds) | 2 | +2.0 | +1.5 | 75 % (50 to 90) |" in plain
     assert results.gain_lasts(found | {"warnings": []}) == plain
     assert results.gain_lasts(found | {"warnings": ["a0 was seen"]}) == plain + "\nWarned: a0 was seen.\n"

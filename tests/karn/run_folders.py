@@ -10,6 +10,7 @@ from esper.leyline.records import config_checksum
 Json = Any  # what will become JSON
 
 STEPS = 8
+TASK = "digits_hand"
 
 
 def stage(
@@ -17,8 +18,8 @@ def stage(
 ) -> Json:
     """A stage event."""
     return {
-        "kind": "stage", "round": round_number, "step": step, "env": env, "slot": slot, "blueprint": blueprint,
-        "source": source, "target": target, "cause": cause,
+        "kind": "stage", "round": round_number, "task": TASK, "step": step, "env": env, "slot": slot,
+        "blueprint": blueprint, "source": source, "target": target, "cause": cause,
     }  # fmt: skip
 
 
@@ -34,19 +35,15 @@ def life(round_number: int, env: int, slot: str, born: int, blueprint: str = "no
     return [stage(round_number, step, env, slot, a, b, cause, blueprint) for step, a, b, cause in moves]
 
 
-def episode(round_number: int, env: int, objective: float, *, curves: bool = True) -> Json:
+def episode(round_number: int, env: int, objective: float) -> Json:
     """An episode event; the gain is a point more than the objective."""
-    event = {
-        "kind": "episode", "round": round_number, "env": env, "objective": objective, "gain": objective + 1,
-        "accuracy": 50 + objective, "added_parameters": 10 * env,
+    return {
+        "kind": "episode", "round": round_number, "task": TASK, "env": env, "objective": objective,
+        "gain": objective + 1, "accuracy": 50 + objective, "added_parameters": 10 * env,
+        "accuracies": [40.0 + step + env for step in range(STEPS)],
+        "control_accuracies": [40.0 + 0.5 * step for step in range(STEPS)],
+        "alphas": {"r1c0": [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0]},
     }  # fmt: skip
-    if curves:
-        event |= {
-            "accuracies": [40.0 + step + env for step in range(STEPS)],
-            "control_accuracies": [40.0 + 0.5 * step for step in range(STEPS)],
-            "alphas": {"r1c0": [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0]},
-        }
-    return event
 
 
 def metrics(round_number: int, **changes: Json) -> Json:
@@ -62,7 +59,7 @@ def metrics(round_number: int, **changes: Json) -> Json:
     }  # fmt: skip
 
 
-def default_events(rounds: int = 2, *, curves: bool = True) -> list[Json]:
+def default_events(rounds: int = 2) -> list[Json]:
     """Four hosts a round with objectives 4, 3, 2, 1 (of envs 2, 0, 3, 1); two of them keep a seed."""
     events: list[Json] = []
     for number in range(rounds):
@@ -74,7 +71,7 @@ def default_events(rounds: int = 2, *, curves: bool = True) -> list[Json]:
             stage(number, 4, 1, "r1c1", "PRUNED", "EMBARGOED", "tick"),
         ]
         objectives = {0: 3.0, 1: 1.0, 2: 4.0, 3: 2.0}
-        events += [episode(number, env, objective, curves=curves) for env, objective in objectives.items()]
+        events += [episode(number, env, objective) for env, objective in objectives.items()]
     return events
 
 
@@ -86,7 +83,7 @@ def write_lines(path: Path, lines: list[Json]) -> None:
 def write_run(path: Path, rows: list[Json] | None = None, events: list[Json] | None = None, **config: Json) -> Path:
     """A run folder: by default two rounds of four hosts."""
     path.mkdir(exist_ok=True)
-    settings = {"task": "digits_hand", "seed": 5, "rounds": 3, "hosts": 6, "members": 2, "ppo": {"target_kl": 0.03}}
+    settings = {"task": TASK, "seed": 5, "rounds": 3, "hosts": 6, "members": 2, "ppo": {"target_kl": 0.03}}
     header = {"config": settings | config, "git": "0123abcd", "torch": "2.13"}
     (path / "config.json").write_text(json.dumps(header | {"checksum": config_checksum(header)}))
     write_lines(path / "metrics.jsonl", [metrics(0), metrics(1)] if rows is None else rows)

@@ -30,8 +30,8 @@ def test_figures(tmp_path: Path) -> None:
     assert wait.gain == [10.0, 11.0, 12.0]
     assert learned.seeds == []
     (compared,) = found.differences
-    assert (compared.policy, compared.against, compared.mean) == ("runs/a", "wait", 4.5)
-    assert (compared.low, compared.high, compared.adjusted_p, compared.seeds) == (3.25, 5.75, 0.0125, 1)
+    assert (compared.policy, compared.against, compared.interval.mean) == ("runs/a", "wait", 4.5)
+    assert (*compared.interval[1:], compared.adjusted_p, compared.seeds) == (3.25, 5.75, 0.0125, 1)
     assert (compared.superior, compared.not_worse) == (False, None)
 
 
@@ -58,7 +58,7 @@ def test_several_tasks(tmp_path: Path) -> None:
     found = read(tmp_path, {"tasks": tasks, "mean": {"differences": [difference("runs/a", "wait")]}})
     assert [entry.task for entry in found] == ["one", "two", MEAN]
     assert found[2].policies == []
-    assert found[2].differences[0].mean == 4.5
+    assert found[2].differences[0].interval.mean == 4.5
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,13 @@ def test_several_tasks(tmp_path: Path) -> None:
         (evaluation(policies={}), "is no evaluation: it has no 'policies'"),
         (evaluation(task=None), "'task' is None, not a string"),
         (evaluation(policies={"a": policy(objective=["x"])}), "policies, a: 'objective' is .* not a list of finite"),
-        (evaluation(policies={"a": policy(objective=[1.0])}), "not lists over the same hosts"),
-        (evaluation(policies={"a": policy(control_accuracy=[1.0])}), "1 accuracies of controls for 3 hosts"),
+        (evaluation(policies={"a": policy(objective=[1.0])}), "not lists over the same"),
+        (evaluation(policies={"a": policy(control_accuracy=[1.0])}), "not lists over the same"),
         (
-            evaluation(policies={"a": policy(), "b": {"objective": [1], "accuracy": [1], "added_params": [1]}}),
-            r"policies on \[1, 3\] hosts",
+            evaluation(policies={"a": policy(), "b": {name: values[:2] for name, values in policy().items()}}),
+            r"policies on \[2, 3\] hosts",
         ),
+        (evaluation(policies={"a": {name: values[:1] for name, values in policy().items()}}), "two or more"),
         (evaluation(differences=[{"policy": "a", "against": "b"}]), r"differences\[0\], difference is no JSON object"),
     ],
 )
@@ -97,7 +98,6 @@ def test_interval_of_a_mean() -> None:
     assert interval.mean == 2.0
     assert interval.low == pytest.approx(2 - 4.3027 / math.sqrt(3), abs=0.03)
     assert interval.high == pytest.approx(2 + 4.3027 / math.sqrt(3), abs=0.03)
-    assert mean_interval([5.0]) == (5.0, None, None)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from esper.karn.panels import (
     draw_panel,
     health_panels,
     ops_of,
-    quartiles,
     rows_of,
     short_name,
 )
@@ -50,12 +49,6 @@ def cells(axis: Axes) -> list[list[float | None]]:
     values: Any = axis.images[0].get_array()  # Any: an array with a mask
     shown: list[list[float | None]] = values.tolist()
     return shown
-
-
-def test_quartiles() -> None:
-    """Of 1, 2, 3, 4: a quarter of the way from 1 to 4 is 1.75."""
-    assert quartiles([4.0, 1.0, 3.0, 2.0]) == (1.75, 3.25)
-    assert quartiles([5.0]) == (5.0, 5.0)
 
 
 def test_learning_curves(run: RunState) -> None:

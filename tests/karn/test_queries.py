@@ -182,7 +182,7 @@ def test_lives_are_told_apart(tmp_path: Path) -> None:
 
 def test_panics_and_alarms(tmp_path: Path) -> None:
     """As they were written; a value that is not finite is one."""
-    panic = {"kind": "panic", "round": 1, "step": 4, "env": 2, "symptoms": ["LOSS", "LOGITS"]}
+    panic = {"kind": "panic", "task": "digits_hand", "round": 1, "step": 4, "env": 2, "symptoms": ["LOSS", "LOGITS"]}
     alarm = {
         "kind": "alarm", "alarm": "kl_spike", "severity": "warning", "round": 1, "subject": "", "ended": False,
         "value": 0.2, "limit": 0.15, "cause": "KL 0.2 above 0.15", "remedy": "lower the rate",
@@ -212,19 +212,7 @@ def test_views_are_as_documented(tmp_path: Path) -> None:
     assert list(columns_of(tmp_path)) == list(VIEWS)
 
 
-# -- older, unfinished, damaged ---------------------------------------------------------------------------------------
-
-
-def test_older_logs(tmp_path: Path) -> None:
-    """Without tasks, curves, decisions and rewards: views are empty, or columns NULL; the rest is there."""
-    write_run(tmp_path, events=default_events(curves=False))
-    assert rows_of(tmp_path, "FROM decisions") == []
-    assert rows_of(tmp_path, "FROM rewards") == []
-    found = rows_of(
-        tmp_path, "SELECT task, objective, reward, accuracies, alphas FROM episodes WHERE round = 0 AND env = 0"
-    )
-    assert found == [("digits_hand", 3.0, None, None, None)]
-    assert rows_of(tmp_path, "SELECT DISTINCT task FROM seeds") == [("digits_hand",)]
+# -- unfinished, damaged ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])

@@ -3,6 +3,7 @@
 `python tests/karn/test_query_docs.py` prints the tables.
 """
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,8 @@ def tables() -> str:
     parts = []
     for name, view in VIEWS.items():
         lines = [f"| `{column}` | {kind} | {meaning} |" for column, (kind, meaning) in view.columns.items()]
-        parts.append(
-            "\n".join([f"**{name}.** {view.meaning}\n", "| column | type | meaning |", "|---|---|---|", *lines])
-        )
+        meaning = textwrap.fill(f"**{name}.** {view.meaning}", 100, break_on_hyphens=False)
+        parts.append("\n".join([f"{meaning}\n", "| column | type | meaning |", "|---|---|---|", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -47,6 +47,7 @@ def test_the_page_has_the_tables() -> None:
     assert tables() in PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_the_questions_are_answered(run: Path) -> None:
     """All of them, with rows."""
     asked = questions()
@@ -56,6 +57,7 @@ def test_the_questions_are_answered(run: Path) -> None:
             assert len(list(answer.rows)) > 0, statement
 
 
+@pytest.mark.slow
 def test_decisions_are_those_of_the_metrics(run: Path) -> None:
     """Counted twice on their way: as ops of a round, and one by one."""
     counted = "SELECT round, lower(op) AS op, count(*) AS found FROM decisions GROUP BY ALL"
@@ -72,6 +74,7 @@ def test_decisions_are_those_of_the_metrics(run: Path) -> None:
     assert rows_of(run, "SELECT DISTINCT count(*) FROM decisions GROUP BY round, env") == [(12,)]
 
 
+@pytest.mark.slow
 def test_rewards_are_those_of_the_metrics(run: Path) -> None:
     """Parts: their means over episodes. Steps: they sum to the parts, to the rounding of both."""
     for part in ("gain", "rent"):
@@ -84,6 +87,7 @@ def test_rewards_are_those_of_the_metrics(run: Path) -> None:
         assert reward == pytest.approx(points, abs=0.02)
 
 
+@pytest.mark.slow
 def test_seeds_are_those_that_were_germinated(run: Path) -> None:
     """Every GERMINATE has its seed, and every commit its episode's parameters."""
     born = "SELECT round, env, step, slot, blueprint FROM decisions WHERE op = 'GERMINATE'"

@@ -24,11 +24,11 @@ from karn.run_folders import (
 from esper.cli import main
 from esper.karn import page as page_module
 from esper.karn import panels, read_evaluations, write_report
-from esper.karn.evaluations import draw_evaluation, evaluation_section
+from esper.karn.evaluations import draw_evaluation
 from esper.karn.page import element
 from esper.karn.panels import columns_of, health_panels
 from esper.karn.report import SECTIONS, ends_of, what_was_learned
-from esper.karn.state import read_run
+from esper.karn.state import HEADLINES, read_run
 
 
 def report(run: Path, **options: object) -> Page:
@@ -196,16 +196,6 @@ def test_which_evaluations(run: Path, tmp_path: Path) -> None:
     assert "esper evaluate" in report(run, evaluations=[]).text("code")
 
 
-def test_without_controls_accuracy_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.json"
-    path.write_text(json.dumps(evaluation(policies={name: policy(control_accuracy=None) for name in ("a", "b")})))
-    (found,) = read_evaluations(path)
-    page = Page(element("main", *evaluation_section(found, "x")))
-    assert "accuracy (the file lacks that of the controls) against added parameters" in page.text("figcaption")
-    assert "accuracy (%)" in page.text("text")
-    assert "gain over the control (points)" not in page.text("text")
-
-
 def test_policies_are_drawn_where_they_are(tmp_path: Path) -> None:
     """A point per host, the mean with its arms, and training seeds by themselves."""
     path = tmp_path / "evaluation.json"
@@ -256,21 +246,13 @@ def test_a_gap_is_a_gap(tmp_path: Path) -> None:
     assert report(tmp_path).text()
 
 
-@words_only
-def test_older_runs_say_what_they_lack(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path, events=default_events(curves=False)))
-    captions = [text for tag, text in page.texts if tag == "figcaption"][:4]
-    assert all("has no curves of accuracy and alpha: only stages are shown." in caption for caption in captions)
-
-
 def test_a_run_that_never_grew(tmp_path: Path) -> None:
-    """One round, no seed at all, no column of the learner."""
+    """One round, no seed at all."""
     events = [event | {"alphas": {}} for event in default_events(1) if event["kind"] == "episode"]
-    page = report(write_run(tmp_path, [{"round": 0, "objective": 0.0}], events))
+    page = report(write_run(tmp_path, [{"round": 0, **dict.fromkeys(HEADLINES, 0.0)}], events))
     words = page.text()
     assert "No seed was committed in round 0. The objective of the one round so far is +0.00 points." in words
     assert "No seed was germinated in any round." in words
-    assert "The metrics of this run have no columns of the learner." in words
 
 
 @words_only
@@ -332,7 +314,7 @@ def test_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["run", "--evaluation", "run/config.json"], "run/config.json is no evaluation: it has no 'policies'"),
         (["run", "--evaluation", "nowhere.json"], "nowhere.json is no evaluation"),
         (["run", "--out", "nowhere/x.html"], "nowhere/x.html cannot be written"),
-        (["run", "--out", "run"], "run cannot be written: it is a folder"),
+        (["run", "--out", "run"], "run cannot be written: it is no file"),
     ],
 )
 def test_mistakes(

@@ -24,11 +24,9 @@ def test_train_evaluate_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert read.steps == 12
     assert [len(read.episodes[number]) for number in (0, 1)] == [2, 2]
     for episode in read.episodes[1]:
-        assert episode.accuracies is not None
-        assert episode.control_accuracies is not None
         assert len(episode.accuracies) == len(episode.control_accuracies) == 12
         changed = {change.slot for change in read.changes if change.env == episode.env}
-        assert set(episode.alphas or {}) <= changed
+        assert set(episode.alphas) <= changed
     words = Page((run / "report.html").read_text()).text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert f"went from {rows[0]['objective']:+.2f} points in round 0 to {rows[1]['objective']:+.2f} in round 1" in words

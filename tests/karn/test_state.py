@@ -9,7 +9,7 @@ from karn.run_folders import STEPS, default_events, episode, life, metrics, stag
 
 from esper.karn import read_run
 from esper.karn.queries import ask
-from esper.karn.state import Commit, RunState, checked_lines, metric_lines
+from esper.karn.state import Commit
 from esper.leyline import BadValueError, EsperError, SeedStage
 
 
@@ -34,8 +34,8 @@ def test_details_are_of_one_round(tmp_path: Path) -> None:
         run = read_run(tmp_path, asked)
         assert run.shown == shown
         assert len(run.changes) == 14
-        assert all(entry.accuracies is not None for entry in run.episodes[shown])
-        assert all(entry.accuracies is None for entry in run.episodes[1 - shown])
+        assert all(entry.accuracies for entry in run.episodes[shown])
+        assert all(not entry.accuracies for entry in run.episodes[1 - shown])
         assert [entry.objective for entry in run.episodes[1 - shown]] == [3.0, 1.0, 4.0, 2.0]
         assert run.steps == STEPS
 
@@ -57,13 +57,6 @@ def test_ops_act_before_their_step_and_ticks_after_it(tmp_path: Path) -> None:
     moves = [(change.at, change.target) for change in run.changes if change.env == 1]
     names = SeedStage
     assert moves == [(0, names.GERMINATED), (1, names.TRAINING), (4, names.PRUNED), (5, names.EMBARGOED)]
-
-
-def test_older_logs_have_no_curves(tmp_path: Path) -> None:
-    """The length of an episode then follows from the ops: 32 by four hosts."""
-    run = read_run(write_run(tmp_path, events=default_events(curves=False)))
-    assert all(entry.accuracies is None and entry.alphas is None for entry in run.episodes[1])
-    assert run.steps == 8
 
 
 def test_slots_in_the_order_of_the_host(tmp_path: Path) -> None:
@@ -186,25 +179,6 @@ def test_curves_of_unequal_length(tmp_path: Path) -> None:
     odd = episode(0, 0, 1.0) | {"control_accuracies": [1.0]}
     with pytest.raises(BadValueError, match="line 1: 8 accuracies, but 1 of the control"):
         read_run(write_run(tmp_path, [metrics(0)], [odd]))
-
-
-def test_a_run_can_be_followed_line_by_line(tmp_path: Path) -> None:
-    """Events come before their round's metrics, as a run writes them: each round shows once it is complete."""
-    folder = write_run(tmp_path)
-    whole = read_run(folder)
-    events = list(checked_lines(folder / "events.jsonl"))
-    state = RunState(folder, whole.config)
-    for number, line in metric_lines(folder):
-        for event in events:
-            if event.get("round") == number:
-                state.fold_event(event)
-        assert not state.episodes.get(number)
-        state.fold_metrics(line)
-        assert len(state.episodes[number]) == 4
-    for name in ("rounds", "episodes", "commits", "panics", "slots", "steps", "column_names"):
-        assert getattr(state, name) == getattr(whole, name) or name == "episodes", name
-    assert state.changes == whole.changes
-    assert state.episodes[state.shown] == whole.episodes[whole.shown]
 
 
 @pytest.mark.parametrize("damage", ["[" * 100_000, '{"objective": NaN}', '{"objective": -Infinity}'])

@@ -1,20 +1,26 @@
 """Growth of a host: bars, marks and curves stand where the log says."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from karn.run_folders import default_events, episode, metrics, stage, write_run
+from karn.run_folders import episode, metrics, stage, write_run
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from PIL import Image
 
 from esper.karn import draw_growth, read_run
 from esper.karn.canvas import STAGES
-from esper.karn.state import Episode, RunState
-from esper.karn.timeline import STANDINGS, Mark, Span, choose_hosts, draw_host, marks_of, spans_of
+from esper.karn.state import Episode, RunState, StageEvent
+from esper.karn.timeline import MARKS, STANDINGS, Span, choose_hosts, draw_host, marks_of, spans_of
 from esper.leyline import SeedStage, StorageError, UnknownNameError
+
+
+def marks(changes: Sequence[StageEvent]) -> list[tuple[str, str, int, str | None]]:
+    """Slot, mark, time and blueprint."""
+    return [(mark.slot, MARKS[mark.target][0], mark.at, mark.blueprint) for mark in marks_of(changes)]
 
 
 def host(run: RunState, env: int) -> Episode:
@@ -38,9 +44,9 @@ def test_bars_and_marks(tmp_path: Path) -> None:
         Span("r1c0", SeedStage.HOLDING, 6, 7),
         Span("r1c0", SeedStage.FOSSILIZED, 7, 8),
     ]
-    assert marks_of(own) == [Mark("r1c0", "birth", 2, "depthwise"), Mark("r1c0", "commit", 7, "depthwise")]
+    assert marks(own) == [("r1c0", "birth", 2, "depthwise"), ("r1c0", "commit", 7, "depthwise")]
     pruned = [change for change in run.changes if change.env == 1]
-    assert marks_of(pruned) == [Mark("r1c1", "birth", 0, "norm"), Mark("r1c1", "cut", 4, "norm")]
+    assert marks(pruned) == [("r1c1", "birth", 0, "norm"), ("r1c1", "cut", 4, "norm")]
 
 
 def test_what_takes_no_time_leaves_no_bar(tmp_path: Path) -> None:
@@ -69,7 +75,7 @@ def test_what_a_panic_puts_back_is_no_birth(tmp_path: Path) -> None:
         ("PRUNED", 3, 4),
         ("GERMINATED", 4, 8),
     ]
-    assert marks_of(run.changes) == [Mark("r1c0", "birth", 0, "norm"), Mark("r1c0", "cut", 3, "norm")]
+    assert marks(run.changes) == [("r1c0", "birth", 0, "norm"), ("r1c0", "cut", 3, "norm")]
     for axis in draw_host(run, host(run, 0)).axes:
         assert [4, 4] in [points(line)[0] for line in axis.lines], "a line across, after the step"
 
@@ -107,14 +113,6 @@ def test_every_stage_has_its_colour(tmp_path: Path) -> None:
     worn = [to_hex(np.asarray(bars.get_facecolor())[0]) for bars in below.collections]
     stages = ["GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED"]
     assert worn == [STAGES[SeedStage[name]] for name in stages]
-
-
-def test_without_curves(tmp_path: Path) -> None:
-    """The lanes alone."""
-    run = read_run(write_run(tmp_path, events=default_events(curves=False)))
-    (only,) = draw_host(run, host(run, 2)).axes
-    assert only.get_xlabel() == "steps trained"
-    assert only.get_xlim() == (0, 8)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def check_compiled_equals_eager(case: Case, isolation: Isolation, backend: Any, 
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.default_cases("transformer-shadow")
 def test_a_compiled_model_equals_the_eager_one_in_every_stage(case: Case, isolation: Isolation) -> None:
     torch.compiler.reset()
     check_compiled_equals_eager(case, isolation, "eager", rtol=1e-5, atol=1e-7)
@@ -59,6 +60,7 @@ def test_a_compiled_model_equals_the_eager_one_under_each_backend(
     check_compiled_equals_eager(case, isolation, backend, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.default_cases("resnet")
 def test_alpha_alone_never_recompiles(case: Case) -> None:
     torch.compiler.reset()
     backend = CompileCounterWithBackend("eager")
@@ -78,6 +80,7 @@ def test_alpha_alone_never_recompiles(case: Case) -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.default_cases("resnet")
 def test_losses_of_a_compiled_model_train_it(case: Case) -> None:
     torch.compiler.reset()
     trained = []
@@ -99,6 +102,7 @@ def test_losses_of_a_compiled_model_train_it(case: Case) -> None:
         torch.testing.assert_close(trained[1][name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.default_cases("transformer")
 def test_torch_compile_serves_the_forward_pass(case: Case) -> None:
     torch.compiler.reset()
     model = attach(case.host(), case.slots).eval()

@@ -7,8 +7,9 @@ import torch
 from hosts import HOST_KINDS, HostKind, bring_to, make_batch, make_model, shake
 from torch import Tensor
 
-from esper.kasmina.blending import GATE_BIAS, BlendGate, blend, make_gate, straight_through
-from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec, Topology, UnknownNameError
+from esper.kasmina import SeedSlot, SeedState
+from esper.kasmina.blending import GATE_BIAS, BlendGate, blend, straight_through
+from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec, Topology
 
 H = [1.0, -2.0]
 DELTA = [0.5, 4.0]
@@ -80,7 +81,7 @@ def test_gate_sees_the_mean_over_pixels_or_tokens(topology: Topology, h: list[fl
 def test_identity_at_alpha_zero(style: str) -> None:
     """At alpha 0 the formulas return the host's stream bit for bit, whatever Δ is."""
     h, delta = torch.randn(2, 3, 2), 100 * torch.randn(2, 3, 2)
-    gate = make_gate(style, SlotSpec("r0c0", 2, "tokens", position=0.5))
+    gate = BlendGate(2, "tokens") if style == "gate" else None
     assert torch.equal(blend(h, delta, 0.0, style, gate), h)
     assert torch.equal(blend(h, delta, torch.zeros(()), style, gate), h)
 
@@ -93,15 +94,11 @@ def test_alpha_may_differ_by_row() -> None:
     assert torch.equal(result[1], torch.ones(3, 4))
 
 
-def test_only_the_gate_style_has_a_gate() -> None:
-    spec = SlotSpec("r0c0", 4, "vector", position=0.5)
-    assert make_gate("add", spec) is None
-    assert make_gate("multiply", spec) is None
-    assert isinstance(make_gate("gate", spec), BlendGate)
-    with pytest.raises(UnknownNameError, match="'concat'; allowed: add, multiply, gate"):
-        make_gate("concat", spec)
-    with pytest.raises(UnknownNameError, match="without a gate"):
-        blend(torch.ones(1, 4), torch.ones(1, 4), 1.0, "gate")
+@pytest.mark.parametrize("style", BLEND_STYLES)
+def test_only_the_gate_style_has_a_gate(style: str) -> None:
+    slot = SeedSlot(SlotSpec("r0c0", 4, "vector", position=0.5))
+    slot.plant(SeedState("r0c0", SeedStage.GERMINATED, "norm", style), 0, like=torch.ones(1))
+    assert (slot.gate is not None) == (style == "gate")
 
 
 def test_straight_through() -> None:

@@ -55,6 +55,7 @@ def check_where_it_fits(topology: Topology, name: str, width: int, **options: in
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("topology", "name"), Everything)
+@pytest.mark.default_cases("*-3", "*-8")
 def test_registered_blueprints_keep_the_contract(topology: Topology, name: str, width: int) -> None:
     check_where_it_fits(topology, name, width)
 
@@ -72,6 +73,7 @@ def test_wide_blueprints_keep_the_contract_on_all_seeds(topology: Topology, name
 
 @pytest.mark.parametrize("width", [1, 3, 4, 8, 48])
 @pytest.mark.parametrize("name", BlueprintRegistry.names("image"))
+@pytest.mark.default_cases("*-3", "*-4")
 def test_image_blueprints_on_a_single_pixel(name: str, width: int) -> None:
     """From width 4 on every image blueprint lives even where the image has shrunk to one pixel."""
     if width >= 4:

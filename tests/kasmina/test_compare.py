@@ -9,7 +9,7 @@ from hosts import HOST_KINDS, HostKind, bring_to, make_batch, make_model, shake
 from torch import Tensor
 
 from esper.kasmina import BlueprintRegistry, MorphogeneticModel, cross_entropy
-from esper.kasmina.compare import RowScore, compare, paired_accuracy, paired_loss, score_row
+from esper.kasmina.compare import RowScore, compare, paired_difference, score_row
 from esper.kasmina.layers import Scale
 from esper.kasmina.slot import Role
 from esper.leyline import BLEND_STYLES, BadValueError, Measurement, SeedStage
@@ -28,31 +28,31 @@ def test_paired_accuracy() -> None:
     # Of 8 predictions the row alone gets 3 right, the other alone 1: p01 = 3/8, p10 = 1/8.
     # Value 100·(3/8 − 1/8) = 25 points.
     # Variance 3/8 + 1/8 − (2/8)² = 0.4375, error 100·sqrt(0.4375)/sqrt(8) = 100·0.661438/2.828427 = 23.3854.
-    result = paired_accuracy(score("11110001"), score("10001001"))
+    result = paired_difference(score("11110001"), score("10001001")).accuracy
     assert result.value == pytest.approx(25.0)
     assert result.error == pytest.approx(23.3854, abs=1e-4)
 
 
 def test_paired_accuracy_is_antisymmetric() -> None:
     row, other = score("11110001"), score("10001001")
-    forth, back = paired_accuracy(row, other), paired_accuracy(other, row)
+    forth, back = paired_difference(row, other).accuracy, paired_difference(other, row).accuracy
     assert (back.value, back.error) == pytest.approx((-forth.value, forth.error))
 
 
 def test_rows_that_agree_have_no_error() -> None:
     """Equal accuracy is not agreement: one discordant pair each way is 0 points, but not without error."""
-    assert paired_accuracy(score("1100"), score("1100")) == Measurement(0.0, 0.0)
+    assert paired_difference(score("1100"), score("1100")).accuracy == Measurement(0.0, 0.0)
     # p01 = p10 = 1/2: variance 1, error 100·1/sqrt(2)
-    assert paired_accuracy(score("10"), score("01")) == pytest.approx((0.0, 70.710678))
+    assert paired_difference(score("10"), score("01")).accuracy == pytest.approx((0.0, 70.710678))
     # Always better: p01 = 1, p10 = 0: variance 1 − 1 = 0
-    assert paired_accuracy(score("11"), score("00")) == Measurement(100.0, 0.0)
+    assert paired_difference(score("11"), score("00")).accuracy == Measurement(100.0, 0.0)
 
 
 def test_paired_loss() -> None:
     # Differences 1, 2, 3 (the other is worse): mean 2, standard deviation 1, error 1/sqrt(3) = 0.577350.
-    result = paired_loss(score("111", [1.0, 1.0, 1.0]), score("111", [2.0, 3.0, 4.0]))
+    result = paired_difference(score("111", [1.0, 1.0, 1.0]), score("111", [2.0, 3.0, 4.0])).loss
     assert result == pytest.approx((2.0, 0.577350), abs=1e-6)
-    assert paired_loss(score("1", [1.0]), score("1", [2.0])) == Measurement(1.0, math.inf)
+    assert paired_difference(score("1", [1.0]), score("1", [2.0])).loss == Measurement(1.0, math.inf)
 
 
 def test_row_score() -> None:
@@ -169,7 +169,7 @@ def test_measure_finds_what_a_rerun_without_the_seed_finds(kind: HostKind) -> No
 
     model.seed_slots[holds].alpha.zero_()
     silenced = score_row(model.body, x, targets, {}, x)
-    assert result.contributions[holds].accuracy == paired_accuracy(result.main, silenced)
+    assert result.contributions[holds].accuracy == paired_difference(result.main, silenced).accuracy
     assert result.contributions[holds].loss.value == pytest.approx(silenced.loss - result.main.loss, abs=1e-12)
     assert result.contributions[holds].loss.value != 0.0
 
@@ -200,11 +200,13 @@ def test_the_last_two_measurements_count() -> None:
 
 
 @pytest.mark.parametrize("kind", HOST_KINDS)
-def test_chunks_change_no_result(kind: HostKind) -> None:
+def test_chunks_change_no_result(kind: HostKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """13 inputs at once, or by fives: the last chunk is shorter."""
     model, _ = grown(kind, "gate")
     x, targets = make_batch(kind, 13, dtype=torch.float64)
-    whole, parts = (compare(model.body, x, targets, x, chunk=chunk) for chunk in (1024, 5))
+    whole = compare(model.body, x, targets, x)
+    monkeypatch.setattr("esper.kasmina.compare.CHUNK", 5)
+    parts = compare(model.body, x, targets, x)
     for left, right in ((whole.main, parts.main), (whole.deployed, parts.deployed)):
         assert left.correct.numel() == targets.numel()
         assert torch.equal(left.correct, right.correct)
@@ -239,10 +241,10 @@ def test_ignored_targets_are_left_out(kind: HostKind) -> None:
     assert torch.equal(part.main.correct, whole.main.correct[kept])
     assert torch.equal(part.main.losses, whole.main.losses[kept])
     silent = score_row(model.body, x, targets, {"r0c0": Role.SILENT}, x)
-    expected = paired_accuracy(
+    expected = paired_difference(
         RowScore(whole.main.correct[kept], whole.main.losses[kept]), RowScore(silent.correct[kept], silent.losses[kept])
     )
-    assert part.contributions["r0c0"].accuracy == expected
+    assert part.contributions["r0c0"] == expected
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_an_image_network_loads_and_trains_without_esper(own_blueprints: None, t
     assert "160 parameters" in text  # what grew, in the docstring: 64 + 12·8
 
 
+@pytest.mark.slow
 def test_a_language_network_loads_and_trains_without_esper(tmp_path: Path) -> None:
     model = gpt()
     plant(model, "r0c0", "attention", "gate")

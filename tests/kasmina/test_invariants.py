@@ -48,6 +48,8 @@ WALKING_TESTS = 4
 EXAMPLES = 4
 few = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 some_host = pytest.mark.parametrize(("kind", "slots"), [(kind, slots) for kind in HOST_KINDS for slots in (1, 3)])
+# Whole combinations: the last test of this file needs all walks of one.
+by_default = pytest.mark.default_cases("cnn-3", "mlp-1")
 walks = st.integers(0, 2**32 - 1)
 isolations = st.sampled_from(ISOLATIONS)
 
@@ -179,6 +181,7 @@ def owner(model: MorphogeneticModel, name: str) -> str | None:
 
 
 @pytest.mark.invariant(1)
+@by_default
 @some_host
 @few
 @given(isolation=isolations, number=walks)
@@ -199,6 +202,7 @@ def test_only_acting_seeds_change_the_stream(kind: HostKind, slots: int, isolati
 
 
 @pytest.mark.invariant(2, 3)
+@by_default
 @some_host
 @few
 @given(isolation=isolations, number=walks)
@@ -228,6 +232,7 @@ def test_gradients_in_every_stage(kind: HostKind, slots: int, isolation: Isolati
 
 
 @pytest.mark.invariant(5)
+@by_default
 @some_host
 @few
 @given(isolation=isolations, number=walks)
@@ -247,6 +252,7 @@ def test_illegal_verbs_change_nothing(kind: HostKind, slots: int, isolation: Iso
 
 
 @pytest.mark.invariant(6)
+@by_default
 @some_host
 @few
 @given(isolation=isolations, number=walks, cooldown=st.integers(3, 6))
@@ -277,6 +283,7 @@ def test_pruning_frees(kind: HostKind, slots: int, isolation: Isolation, number:
     assert [seed() for seed in dead] == [None] * len(dead), "something still holds a pruned seed"
 
 
+@by_default
 @some_host
 def test_the_walks_have_seen_everything(kind: HostKind, slots: int) -> None:
     """The walks above, taken together: every stage, with a seed in it in every style."""

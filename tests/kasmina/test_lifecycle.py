@@ -23,6 +23,7 @@ from esper.leyline import (
     Measurement,
     SeedStage,
     SlotOccupiedError,
+    SlotSpec,
     StageError,
     UnknownNameError,
     can_transition,
@@ -31,6 +32,7 @@ from esper.leyline.records import decode, encode
 
 CONFIG = LifecycleConfig()
 FRESH = SeedState("r0c0")
+SLOT = SlotSpec("r0c0", 4, "tokens", position=0.5)
 
 Verb = Callable[[SeedState], SeedState]
 
@@ -49,7 +51,7 @@ def measured(state: SeedState) -> SeedState:
 
 def blending(*, style: str = "add", tempo: int = 3, alpha_target: float = 1.0) -> SeedState:
     """A seed that has just begun to blend."""
-    seed = lifecycle.germinate(FRESH, "norm", style=style, tempo=tempo, alpha_target=alpha_target)
+    seed = lifecycle.germinate(FRESH, SLOT, "norm", style=style, tempo=tempo, alpha_target=alpha_target)
     return lifecycle.advance(measured(tick(seed, 3)), CONFIG)
 
 
@@ -58,8 +60,8 @@ def at(stage: SeedStage) -> SeedState:
     holding = measured(tick(blending(), 4))  # 1/3, 2/3, 1, HOLDING, and one step there
     made: dict[SeedStage, Callable[[], SeedState]] = {
         SeedStage.DORMANT: lambda: FRESH,
-        SeedStage.GERMINATED: lambda: lifecycle.germinate(FRESH, "norm"),
-        SeedStage.TRAINING: lambda: tick(lifecycle.germinate(FRESH, "norm")),
+        SeedStage.GERMINATED: lambda: lifecycle.germinate(FRESH, SLOT, "norm"),
+        SeedStage.TRAINING: lambda: tick(lifecycle.germinate(FRESH, SLOT, "norm")),
         SeedStage.BLENDING: blending,
         SeedStage.HOLDING: lambda: holding,
         SeedStage.FOSSILIZED: lambda: lifecycle.fossilize(holding, CONFIG),
@@ -77,7 +79,7 @@ def at(stage: SeedStage) -> SeedState:
 
 def test_a_whole_life() -> None:
     """Every stage on the way to a fossil, each change with its cause."""
-    seed = lifecycle.germinate(FRESH, "norm", style="gate", tempo=2, alpha_target=0.5)
+    seed = lifecycle.germinate(FRESH, SLOT, "norm", style="gate", tempo=2, alpha_target=0.5)
     assert (seed.stage, seed.blueprint, seed.style, seed.germinations) == (SeedStage.GERMINATED, "norm", "gate", 1)
     seed, changes = lifecycle.tick(seed, CONFIG)
     assert [(c.source, c.target, c.cause) for c in changes] == [(SeedStage.GERMINATED, SeedStage.TRAINING, "tick")]
@@ -155,7 +157,7 @@ def test_alpha_targets_out_of_range(target: float) -> None:
     with pytest.raises(BadValueError, match=r"\(0, 1\]"):
         lifecycle.set_alpha_target(at(SeedStage.HOLDING), target, 3)
     with pytest.raises(BadValueError, match=r"\(0, 1\]"):
-        lifecycle.germinate(FRESH, "norm", alpha_target=target)
+        lifecycle.germinate(FRESH, SLOT, "norm", alpha_target=target)
 
 
 @pytest.mark.parametrize("curve", ALPHA_CURVES)
@@ -199,7 +201,7 @@ def test_negative_ramps(steps: int) -> None:
     with pytest.raises(BadValueError):
         lifecycle.set_alpha_target(holding, 0.5, steps)
     with pytest.raises(BadValueError, match="tempo"):
-        lifecycle.germinate(FRESH, "norm", tempo=steps)
+        lifecycle.germinate(FRESH, SLOT, "norm", tempo=steps)
 
 
 @pytest.mark.invariant(6)
@@ -212,11 +214,11 @@ def test_cooldown_is_exact(cooldown: int) -> None:
         stages.append(state.stage)
         assert state.cooldown == left
         with pytest.raises(SlotOccupiedError, match=f"rests for {left} more ticks"):
-            lifecycle.germinate(state, "norm")
+            lifecycle.germinate(state, SLOT, "norm")
         state = tick(state, config=config)
     assert stages == [SeedStage.PRUNED, *[SeedStage.EMBARGOED] * (cooldown - 2), SeedStage.RESETTING]
     assert state == SeedState("r0c0", SeedStage.DORMANT, germinations=1)
-    assert lifecycle.germinate(state, "norm").germinations == 2
+    assert lifecycle.germinate(state, SLOT, "norm").germinations == 2
 
 
 @pytest.mark.invariant(6)
@@ -231,7 +233,7 @@ def test_prune_frees_everything(stage: SeedStage) -> None:
 # -- what is illegal --------------------------------------------------------------------------------------------------
 
 VERBS: dict[str, tuple[Verb, Set[SeedStage]]] = {
-    "germinate": (lambda s: lifecycle.germinate(s, "lora"), {SeedStage.DORMANT}),
+    "germinate": (lambda s: lifecycle.germinate(s, SLOT, "lora"), {SeedStage.DORMANT}),
     "advance": (lambda s: lifecycle.advance(s, CONFIG), LIVE_STAGES - {SeedStage.FOSSILIZED}),
     "fossilize": (lambda s: lifecycle.fossilize(s, CONFIG), {SeedStage.HOLDING}),
     "set_alpha_target": (lambda s: lifecycle.set_alpha_target(s, 0.5, 3), {SeedStage.HOLDING}),
@@ -280,14 +282,14 @@ def test_fossil_is_permanent() -> None:
 def test_germinate_where_a_seed_lives() -> None:
     """Germinating in an occupied slot raises an error that names the seed."""
     with pytest.raises(SlotOccupiedError, match=r"holds a 'norm' seed \(TRAINING\)"):
-        lifecycle.germinate(at(SeedStage.TRAINING), "lora")
+        lifecycle.germinate(at(SeedStage.TRAINING), SLOT, "lora")
 
 
 @pytest.mark.invariant(15)
 def test_unknown_style() -> None:
     """The error names the style and the allowed ones."""
     with pytest.raises(UnknownNameError, match="unknown blending style 'x'; allowed: add, multiply, gate"):
-        lifecycle.germinate(FRESH, "norm", style="x")
+        lifecycle.germinate(FRESH, SLOT, "norm", style="x")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ moves: st.SearchStrategy[Move] = st.one_of(
     st.builds(
         lambda style, tempo, target: (
             "germinate",
-            lambda s, c: lifecycle.germinate(s, "norm", style=style, tempo=tempo, alpha_target=target),
+            lambda s, c: lifecycle.germinate(s, SLOT, "norm", style=style, tempo=tempo, alpha_target=target),
         ),
         st.sampled_from(BLEND_STYLES),
         steps,

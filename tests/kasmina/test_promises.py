@@ -137,6 +137,7 @@ def test_a_training_seed_learns(kind: HostKind) -> None:
 @pytest.mark.invariant(3)
 @pytest.mark.parametrize("style", BLEND_STYLES)
 @pytest.mark.parametrize("kind", HOST_KINDS)
+@pytest.mark.default_cases("cnn-gate", "gpt-multiply", "mlp-add")
 def test_nothing_is_dead(kind: HostKind, style: str) -> None:
     """For every blueprint and stage, every trainable parameter gets a non-zero gradient."""
     batch = make_batch(kind)

@@ -78,3 +78,78 @@ def test_rows_are_taken() -> None:
     x = rows_of(70, 3).float().cuda()
     numbers = torch.tensor([6, 0, 0, 3, *range(69, 5, -1)], device="cuda")
     assert torch.equal(take_rows(stored(x), numbers), x[numbers])
+
+
+BROKEN = 1
+"""The row that is not finite."""
+WITH_NEIGHBOURS: dict[str, Callable[[int], nn.Module]] = LAYERS | {
+    "widening convolution": lambda width: Conv2d(width, 2 * width, 3),
+    "narrowing convolution": lambda width: Conv2d(2 * width, width, 3),
+    "depthwise convolution": lambda width: Conv2d(width, width, 3, groups=width),
+    "mixing convolution": lambda width: Conv2d(width, width, 1),
+}
+
+
+def spoiled(
+    layer: nn.Module, weights: dict[str, Tensor], x: Tensor, where: str | None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Output and gradient of the input, and gradients of weights, with a NaN in one row of x, weights or gradient."""
+    x = stored(x.clone())
+    weights = {name: value.clone() for name, value in weights.items()}
+    if where == "input":
+        x[BROKEN, 2, 0, 3, 3] = torch.inf
+    if where == "weights":
+        for value in weights.values():
+            value[BROKEN].flatten()[0] = torch.nan
+    for tensor in (x, *weights.values()):
+        tensor.requires_grad_()
+    y = functional_call(layer, weights, (x,))
+    gradient = torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype)
+    if where == "gradient":
+        gradient[BROKEN, 2, 0, 3, 3] = torch.nan
+    y.backward(gradient)
+    assert x.grad is not None
+    found = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
+    return [y.detach(), x.grad], found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["input", "weights", "gradient"])
+@pytest.mark.parametrize("rows", [2, 70])
+@pytest.mark.parametrize("width", [4, 6, 32])
+@pytest.mark.parametrize("name", WITH_NEIGHBOURS)
+def test_a_row_that_is_not_finite_breaks_alone(
+    name: str, width: int, rows: int, where: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are as without it, and the gradient of its own weights or input shows it."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    layer = WITH_NEIGHBOURS[name](width)
+    inputs = 2 * width if name == "narrowing convolution" else width
+    x, generator = rows_of(rows, inputs).to("cuda", dtype), torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(rows, *value.shape, generator=generator).to("cuda", dtype)
+        for name, value in layer.named_parameters()
+    }
+    wanted, of_weights = spoiled(layer, weights, x, None)
+    found, mine = spoiled(layer, weights, x, where)
+    others = torch.tensor([row for row in range(rows) if row != BROKEN], device="cuda")
+    tolerance = 3e-5 if dtype is torch.float32 else 2e-2
+    for result, reference in zip([*found, *mine.values()], [*wanted, *of_weights.values()], strict=True):
+        gap = (result.float() - reference.float())[others].abs().max()
+        assert float(gap) <= tolerance * float(reference.float()[others].abs().max())
+    assert not all(bool(tensor[BROKEN].isfinite().all()) for tensor in (found[1], *mine.values()))
+
+
+@pytest.mark.parametrize("where", ["input", "weights"])
+def test_a_nan_passes_norm_relu_and_pool(where: str) -> None:
+    """In its own channels alone, so that the loss of its host shows it."""
+    from esper.kasmina.kernels.host_blocks import norm_relu_pool  # only CUDA builds include triton
+
+    x, weight = torch.randn(4, 12, 6, 6, device="cuda"), torch.ones(12, device="cuda")
+    wanted, *_ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5)
+    (x[0, 3, 1, 1] if where == "input" else weight[3]).fill_(torch.nan)
+    found, mean, _ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5)
+    others = [channel for channel in range(12) if channel != 3]
+    assert torch.equal(found[:, others], wanted[:, others])
+    assert found[:, 3].isnan().all()
+    assert bool(mean[3].isnan()) == (where == "input")

@@ -9,6 +9,7 @@ import pytest
 from esper.leyline import BadValueError
 from esper.nissa import (
     AlarmRaised,
+    CompileFailed,
     EpisodeEnded,
     Event,
     Panicked,
@@ -68,6 +69,7 @@ CASES: list[tuple[Event, str]] = [
         '{"kind":"resumed","time":"2025-01-01","round":3,"rounds":9,"machine":{},"git":null,'
         '"remarks":["threads 1 \\u2192 2"]}',
     ),
+    (CompileFailed("t", 0, "no gcc"), '{"kind":"compile_failed","time":"t","round":0,"why":"no gcc"}'),
     (RunEnded("t", 9, "complete", 0), '{"kind":"ended","time":"t","round":9,"why":"complete","dropped":0}'),
 ]
 

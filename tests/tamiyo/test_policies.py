@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tamiyo.views import CORE, FULL, GERMINATE, LATER, SLOTS, STEPS, TABLES, WAIT, a_view, quiet
 from torch import Tensor
 
-from esper.leyline import BadValueError, SeedStage, SlotConfig
-from esper.tamiyo import ActionTable
+from esper.leyline import BadValueError, SeedStage, SlotConfig, head_preset
+from esper.tamiyo import ActionTable, growth_table
 from esper.tamiyo.policies import HeuristicTamiyo, Plan, RandomCommitPolicy, RandomPolicy, SchedulePolicy, WaitPolicy
 from esper.tamiyo.policy import Policy
 from esper.tamiyo.signals import HostView, TrainingSignals
@@ -50,6 +50,36 @@ def random_signals(n: int, step: int) -> TrainingSignals:
         **{name: each._replace(error=each.error.abs() / 5) for name, each in measured.items()},
     )
     return signals._replace(slots=slots, offers=signals.offers._replace(cost=signals.offers.cost.abs()))
+
+
+@pytest.mark.requirement(93)
+@EVERY_POLICY
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_that_do_not_wait_are_pinned(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No policy copies from pageable memory without waiting. After the first step nothing is left to copy."""
+    table, move = growth_table(head_preset("full"), SLOTS), Tensor.to
+    masks = {key: mask.to(device) for key, mask in random_masks(table, 6).items()}
+    view = a_view(moved(random_signals(6, 10), device), masks)
+    policy, uniform = POLICIES[name](table), torch.rand(6, len(table)).to(device)
+    copies: list[tuple[bool, bool]] = []
+
+    def watched(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.device != uniform.device:
+            copies.append((bool(kwargs.get("non_blocking")), self.is_pinned()))
+        return move(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", watched)
+    actions, state = policy.act(view, policy.initial_state([0] * 6), uniform)
+    assert actions.device == uniform.device
+    assert all(pinned for asynchronous, pinned in copies if asynchronous)
+    before = len(copies)
+    policy.act(view, state, uniform)
+    assert len(copies) == before
+
+
+def moved(part: Any, device: str) -> Any:
+    """A view on another device; Any: a tensor, or a tuple of them."""
+    return part.to(device) if isinstance(part, Tensor) else type(part)(*(moved(each, device) for each in part))
 
 
 def random_masks(table: ActionTable, n: int, share: float = 0.5) -> dict[str, Tensor]:

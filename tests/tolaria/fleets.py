@@ -16,6 +16,7 @@ from esper.leyline import Measurement, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig, Task, get_task
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
 from esper.tolaria.data import ImageData, ImagePart, TextData
+from esper.tolaria.rows import Rows, eval_rows
 
 Kind = Literal["cnn", "gpt"]
 
@@ -199,10 +200,13 @@ def make_fleet(
     device: torch.device = CPU,
     grown: bool = True,
     isolation: Isolation = "shadow",
+    compute: torch.dtype | None = None,
 ) -> HostFleet:
     """Eight hosts with seeds in every stage, or bare ones."""
     batches = batches_of(task, device)
-    fleet = HostFleet(task, n, device, seeds, batches=batches, dtype=dtype, config=AT_ONCE, isolation=isolation)
+    fleet = HostFleet(
+        task, n, device, seeds, batches=batches, dtype=dtype, compute=compute, config=AT_ONCE, isolation=isolation
+    )
     if grown:
         grow(fleet, SEEDLINGS[kind_of(task)], task.slot_ids)
     return fleet
@@ -219,6 +223,12 @@ def make_lone(
 
 
 @torch.no_grad()
+def evaluation_rows(fleet: HostFleet) -> tuple[Rows, dict[int, tuple[int, str]]]:
+    """The rows of a validation of all envs, and (env, slot) of the extra ones by their number."""
+    fleet.update_plan()
+    return eval_rows(fleet, range(len(fleet.host.weights)))
+
+
 def shake(fleet: HostFleet, size: float = 0.3) -> None:
     """Move all weights by noise, so that none is at the special value of its birth."""
     generator = torch.Generator().manual_seed(1)

@@ -292,7 +292,7 @@ def test_text_fixed_sets() -> None:
 
 def test_too_little_text() -> None:
     """The message names what there is and what was asked for."""
-    pattern = re.escape("toy has 13 training characters, too few for 6 windows of 8")
+    pattern = re.escape("toy: 13 characters are too few for 6 windows of 8")
     with pytest.raises(DataError, match=pattern):
         TextBatches(text_data(13), 6, BLOCK, device=CPU)
     TextBatches(text_data(14), 6, BLOCK, device=CPU)

@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleets import ADAMW, CPU, SGD, Growable, Kind, difference, make_fleet, make_lone, rounding_task, shake, task_of
+from fleets import (
+    ADAMW,
+    CPU,
+    SGD,
+    Growable,
+    Kind,
+    difference,
+    evaluation_rows,
+    make_fleet,
+    make_lone,
+    rounding_task,
+    shake,
+    task_of,
+)
 from reference import OneByOne
 from torch import Tensor
 
@@ -112,6 +125,7 @@ def run_step(fleet: HostFleet, lone: OneByOne, tolerance: float) -> None:
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), [CASES[0], CASES[3]])
+@pytest.mark.default_cases("cnn-sgd")
 def test_equals_networks_one_by_one(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Five steps of four minibatches; ramps, rests and births run on by themselves."""
     task = task_of(kind, optimiser)
@@ -149,6 +163,7 @@ def play(grower: Growable, step: int, slots: tuple[str, ...], blueprint: str) ->
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), CASES)
+@pytest.mark.default_cases("cnn-sgd", "gpt-adamw")
 def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Edits before each of the five steps."""
     task = task_of(kind, optimiser)
@@ -166,6 +181,7 @@ def test_equals_them_when_structure_changes(kind: Kind, optimiser: OptimiserConf
 
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize(("kind", "optimiser"), [CASES[1], CASES[2]])
+@pytest.mark.default_cases("cnn-adamw")
 def test_equals_them_after_a_restore(kind: Kind, optimiser: OptimiserConfig) -> None:
     """Three hosts go back by a step, structure and all, and train on with empty optimisers; the others go on."""
     task = task_of(kind, optimiser)
@@ -350,7 +366,7 @@ def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
     """Main rows, shadows and ablations together equal one model per row."""
     fleet = make_fleet(task_of(kind), dtype=torch.float64)
     fleet.train_step()
-    rows, whose = fleet.evaluation_rows()
+    rows, whose = evaluation_rows(fleet)
     batches = fleet.batches
     samples, calibration = batches.validation(), batches.calibration(fleet.task.calibration_size)
     together = score_rows(fleet, rows, samples, calibration)
@@ -371,7 +387,7 @@ def test_one_pass_over_all_rows_equals_a_pass_for_each(kind: Kind) -> None:
 def test_chunks_change_nothing() -> None:
     """Validation in pieces of seven."""
     fleet = make_fleet(task_of("cnn"), dtype=torch.float64)
-    rows, _ = fleet.evaluation_rows()
+    rows, _ = evaluation_rows(fleet)
     samples, calibration = fleet.batches.validation(), fleet.batches.calibration(64)
     whole, pieces = (score_rows(fleet, rows, samples, calibration, chunk=chunk) for chunk in (512, 7))
     for left, right in zip(whole, pieces, strict=True):

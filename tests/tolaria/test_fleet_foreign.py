@@ -9,7 +9,7 @@ from fleets import image_batches
 from torch import Tensor, nn
 
 from esper.kasmina import BlueprintRegistry, Host, Segment
-from esper.kasmina.layers import Statistics, is_row_aware
+from esper.kasmina.layers import RowCall, Statistics
 from esper.leyline import SlotSpec
 from esper.tolaria import HostFleet, HostTrainer, get_task
 
@@ -54,8 +54,8 @@ def wave() -> Iterator[str]:
 
 def test_who_takes_rows_as_they_are() -> None:
     """Layers of ours do, others do not."""
-    assert is_row_aware(get_task("digits").build_host())
-    assert not is_row_aware(foreign_host())
+    assert RowCall(get_task("digits").build_host()).native
+    assert not RowCall(foreign_host()).native
 
 
 def test_foreign_hosts_and_seeds_equal_the_loop(wave: str) -> None:

@@ -77,6 +77,15 @@ CHANGES: list[Change] = [other_weights, nan_host, nan_seeds, infinite_momentum, 
 @pytest.mark.invariant(12)
 @KINDS
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.default_cases(
+    "other_weights-cnn",
+    "nan_host-gpt",
+    "nan_seeds-cnn",
+    "infinite_momentum-cnn",
+    "fast-cnn",
+    "prune-gpt",
+    "replace_seed-cnn",
+)
 def test_what_happens_to_one_changes_no_bit_of_another(kind: Kind, change: Change) -> None:
     """Weights, seeds, statistics, momentum, states, losses and validation of the others are unchanged."""
     calm, troubled = make_fleet(task_of(kind)), make_fleet(task_of(kind))

@@ -14,6 +14,7 @@ from fleets import (
     Kind,
     batches_of,
     difference,
+    evaluation_rows,
     held_bytes,
     make_fleet,
     same_bits,
@@ -113,11 +114,13 @@ def test_estimates_are_bounds(kind: Kind) -> None:
         rows, _ = eval_rows(fleet, envs)
         with torch.no_grad(), LiveBytes() as meter:
             statistics = calibrate(fleet, rows, memory.calibration)
-        assert max(meter.trace) <= memory.calibrating(rows, len(memory.calibration)) <= 5 * max(meter.trace)
+        assert (
+            max(meter.trace) <= memory.needs(memory.calibrating, rows, len(memory.calibration)) <= 5 * max(meter.trace)
+        )
         for inputs in (1, 5, 16):
             with torch.no_grad(), LiveBytes() as meter:
                 score(fleet, rows, Samples(*(part[:inputs] for part in memory.samples)), statistics)
-            assert max(meter.trace) <= memory.scoring(rows, inputs) <= 5 * max(meter.trace)
+            assert max(meter.trace) <= memory.needs(memory.scoring, rows, inputs) <= 5 * max(meter.trace)
 
 
 def test_what_fits_is_not_divided() -> None:
@@ -132,18 +135,19 @@ def test_parts_keep_to_the_budget(kind: Kind) -> None:
     fleet = make_fleet(task_of(kind))
     memory = memory_of(fleet)
     rows, _ = eval_rows(fleet, range(8))
-    budget = memory.calibrating(rows, len(memory.calibration)) * 3 // 4
+    budget = memory.needs(memory.calibrating, rows, len(memory.calibration)) * 3 // 4
     parts = memory.divide(range(8), budget)
     assert len(parts) == 2
     assert [env for envs, _ in parts for env in envs] == list(range(8))
     for envs, chunk in parts:
         rows, _ = eval_rows(fleet, envs)
-        assert memory.calibrating(rows, len(memory.calibration)) <= budget
-        assert memory.scoring(rows, chunk) <= budget
-        assert chunk == CHUNK["cpu"] or memory.scoring(rows, chunk + 1) > budget
+        assert memory.needs(memory.calibrating, rows, len(memory.calibration)) <= budget
+        assert memory.needs(memory.scoring, rows, chunk) <= budget
+        assert chunk == CHUNK["cpu"] or memory.needs(memory.scoring, rows, chunk + 1) > budget
 
 
 @KINDS
+@pytest.mark.default_cases("cnn")
 def test_a_validation_keeps_to_its_budget(kind: Kind) -> None:
     """Measured while it runs, beside the scores that it returns: less than an undivided one has alive."""
     task = replace(task_of(kind), calibration_size=16)
@@ -166,6 +170,7 @@ def assert_close(mine: RowScore, reference: RowScore) -> None:
 
 @KINDS
 @pytest.mark.parametrize("budget", [1, 500_000])
+@pytest.mark.default_cases("1-cnn", "500000-gpt")
 def test_the_budget_changes_no_result(kind: Kind, budget: int) -> None:
     """Scores, auditions and contributions in float64, against those of one pass over everything."""
     whole, pieces = (make_fleet(task_of(kind), dtype=torch.float64) for _ in range(2))
@@ -213,7 +218,7 @@ def test_an_audition_does_not_know_who_else_grows_the_same() -> None:
     samples, calibration = fleet.batches.validation(), fleet.batches.calibration(64)
 
     def audition() -> RowScore:
-        rows, whose = fleet.evaluation_rows()
+        rows, whose = evaluation_rows(fleet)
         (row,) = [row for row, seed in whose.items() if seed == (7, "r1c2")]
         return score_rows(fleet, rows, samples, calibration)[row]
 
@@ -373,6 +378,7 @@ def live(fleet: HostFleet, edits: int, chance: random.Random) -> None:
             fleet.reset(fleet.seeds)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     """Two hundred edits and snapshots hold what forty do."""
     fleet, chance = make_fleet(task_of("cnn"), grown=False), random.Random(3)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fleets import SEEDLINGS, make_fleet, task_of
+from fleets import SEEDLINGS, evaluation_rows, make_fleet, task_of
 from torch import Tensor
 
 from esper.kasmina import lifecycle
@@ -166,7 +166,7 @@ def test_only_training_seeds_are_paid_for() -> None:
 def test_evaluation_rows() -> None:
     """Without padding: the main rows, a shadow per TRAINING seed, an ablation per acting one, where they differ."""
     fleet = make_fleet(task_of("cnn"))
-    rows, whose = fleet.evaluation_rows()
+    rows, whose = evaluation_rows(fleet)
     seedlings = [s for s in SEEDLINGS["cnn"] if s.stage is SeedStage.TRAINING or s.stage in ACTIVE_STAGES]
     assert len(rows) == fleet.n + len(seedlings)
     assert list(whose) == list(range(fleet.n, len(rows)))

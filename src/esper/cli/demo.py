@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from json import dumps
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from esper.simic.evaluation.statistics import compare_all
 from esper.simic.evaluation.workers import run_contenders, worker_pool
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
+from esper.storage.files import free_path
 from esper.tolaria import get_task
 
 TASK = "digits_blind"
@@ -48,7 +48,7 @@ class DemoCommand:
 
     def run(self, console: Console) -> None:
         """Train here while a second process evaluates the rules."""
-        start, task, folder = time.perf_counter(), get_task(TASK), free_folder(self.out)
+        start, task, folder = time.perf_counter(), get_task(TASK), free_path(self.out, "-", 2)
         console.print(
             f"Hosts of {TASK} classify handwritten digits with 1×1 kernels: they see pixels, never shapes. A "
             f"controller may grow small modules in {len(task.slot_ids)} slots of each, with up to "
@@ -74,13 +74,6 @@ class DemoCommand:
             console.print(sentence)
         console.print(f"\nThe whole story, with pictures: {write_report(folder)}", soft_wrap=True)
         console.print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all")
-
-
-def free_folder(folder: Path) -> Path:
-    """This folder, or the first numbered one that does not exist yet."""
-    if not folder.exists():
-        return folder
-    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
 def _on_unseen(results: Sequence[Result]) -> str:

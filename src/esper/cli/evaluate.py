@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
@@ -17,13 +16,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from esper.leyline import OTHER_RHOS, BadValueError
+from esper.leyline.numbers import CLAIM_SEEDS
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig, short_names
 from esper.simic.evaluation.results import overall_mean
-from esper.simic.evaluation.statistics import CLAIM_SEEDS, Claim
+from esper.simic.evaluation.statistics import Claim
 from esper.simic.training.run_folder import git_hash
-from esper.storage.files import replace_file, storage_errors
+from esper.storage.files import check_writable, replace_file, storage_errors
 
 
 def policy_table(comparison: TaskComparison) -> Table:
@@ -131,7 +131,7 @@ class EvaluateCommand:
         """Evaluate, print tables of policies and their differences, write the files."""
         torch.set_num_threads(1)
         for target in filter(None, (self.json, self.picture)):
-            check_target(target)
+            check_writable(target)
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise BadValueError(f"--picture {self.picture} must end in {' or '.join(PICTURES)}")
         tasks, policies = ([name.strip() for name in names.split(",")] for names in (self.task, self.policies))
@@ -173,21 +173,6 @@ def made_with(command: str, device: str = "cpu") -> dict[str, Json]:
             "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         },
     }
-
-
-def check_target(target: Path) -> None:
-    """Raise unless a file can be written here; checked before hours of work and before a final evaluation is signed."""
-    folder = target.resolve().parent
-    if not folder.is_dir():
-        raise BadValueError(f"{target} cannot be written: there is no folder {target.parent}")
-    try:
-        with TemporaryDirectory(prefix=f".{target.name}.", dir=folder):  # permissions alone do not tell
-            pass
-    except OSError as error:
-        raise BadValueError(f"{target} cannot be written: {error.strerror}; name another file") from None
-    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-        why = "write-protected" if target.is_file() else "no file"
-        raise BadValueError(f"{target} cannot be written: it is {why}; name another file")
 
 
 def print_report(console: Console, report: EvaluationReport) -> None:

@@ -50,13 +50,11 @@ class QueryCommand:
             return
         with ask(self.folder, self.statement, self.timeout) as answer:
             if targets:
-                self._write(answer, console)
+                self._write(answer, targets[0], console)
             else:
                 _show(console, answer, self.rows)
 
-    def _write(self, answer: Answer, console: Console) -> None:
-        target = self.csv or self.json
-        assert target is not None
+    def _write(self, answer: Answer, target: Path, console: Console) -> None:
         try:
             count = answer.write_csv(target) if self.csv else answer.write_json(target)
             sys.stdout.flush()
@@ -69,7 +67,7 @@ class QueryCommand:
 
 
 def _belongs_to(path: Path, run: Path) -> bool:
-    """Whether a path is in a run's folder, or in what a link there leads to: by its name, or where it leads itself."""
+    """Whether a path is inside a run's folder or the target of a link there, as written or resolved."""
     own = {each.resolve() for each in (run, *(run.iterdir() if run.is_dir() else ()))}
     routes = (Path(os.path.abspath(path)), path.resolve())
     return any(each.resolve() in own for route in routes for each in (route, *route.parents))
@@ -104,7 +102,7 @@ def _show_views(console: Console, folder: Path) -> None:
 
 
 def _print(console: Console, table: Table) -> None:
-    """As wide as the terminal; where there is none, as wide as it takes."""
+    """Print a table as wide as the terminal, or as wide as it needs if there is none."""
     if not console.is_terminal:
         wanted = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = max(console.width, wanted)

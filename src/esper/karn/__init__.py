@@ -1,4 +1,4 @@
-"""Looking at it: reads what a run wrote, answers questions about it, and draws it."""
+"""Reads what a run wrote, answers queries about it, and draws it."""
 
 from esper.karn.evaluations import Evaluation, read_evaluations
 from esper.karn.queries import Answer, ask

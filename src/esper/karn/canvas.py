@@ -81,7 +81,7 @@ def _style() -> AbstractContextManager[None]:
 
 @contextmanager
 def new_figure(width: float, height: float) -> Iterator["Figure"]:
-    """An empty figure, in inches; what is drawn inside looks like all others."""
+    """Yield an empty figure of this size in inches, in the common style."""
     from matplotlib.figure import Figure
 
     with _style():
@@ -89,7 +89,7 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
 
 
 def whole_ticks(axis: "Axes") -> None:
-    """Rounds and steps are whole numbers."""
+    """Put the ticks at whole numbers, for rounds and steps."""
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
@@ -105,7 +105,7 @@ def to_svg(figure: "Figure", name: str) -> str:
     head, body = text[text.index("<svg") :].split(">", 1)
     (box,) = re.findall(r'viewBox="([^"]+)"', head)
     width = float(box.split()[2]) * 4 / 3
-    # Ids that nothing refers to are dropped, as other drawings may have them too.
+    # Ids that nothing refers to are dropped, because other drawings may have them too.
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
 
     def for_page(match: re.Match[str]) -> str:

@@ -8,28 +8,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from esper.karn.canvas import INK, MUTED, SERIES, new_figure
 from esper.karn.page import Markup, element, picture, table
-from esper.karn.state import Fields, is_number, read_object
+from esper.karn.state import Fields, read_object
 from esper.leyline import BadValueError
-from esper.leyline.numbers import t_quantile
-from esper.leyline.records import Json
+from esper.leyline.numbers import CLAIM_SEEDS, t_quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MEAN = "mean over tasks"
-CLAIM_SEEDS = 5
-"""Training seeds below which a difference is a report and no claim"""
 _MARKERS = "osD^vPX*"
 _LONGEST_NAME = 30
 
 
 class Interval(NamedTuple):
-    """A mean and where it may lie, 95 %; None where one value says nothing about that."""
+    """A mean and its 95 % interval."""
 
     mean: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class PolicyFigures:
     objective: list[float]
     accuracy: list[float]
     added_params: list[float]
-    gain: list[float] | None
-    """Accuracy minus the control's; None where the file does not have the control's"""
+    gain: list[float]
+    """Accuracy minus the control's"""
     seeds: list[tuple[float, float]]
     """(added parameters, gain) of every training seed, means over hosts; empty where there is one"""
     training_seeds: int
@@ -52,11 +49,9 @@ class DifferenceFigures(NamedTuple):
 
     policy: str
     against: str
-    mean: float
-    low: float | None
-    high: float | None
-    adjusted_p: float | None
-    seeds: int | None
+    interval: Interval
+    adjusted_p: float
+    seeds: int
     superior: bool
     not_worse: float | None
     """By how many points at most, where that was shown"""
@@ -74,17 +69,9 @@ class Evaluation:
     """Empty in the mean over tasks, which has differences only"""
     differences: list[DifferenceFigures]
 
-    @property
-    def has_gain(self) -> bool:
-        """Whether the file tells what the controls reached."""
-        return all(policy.gain is not None for policy in self.policies)
-
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read and check one file: one evaluation per task, and of several tasks their mean as the last.
-
-    Keys that it has beyond those that are needed are left alone.
-    """
+    """Read and check one file: an evaluation per task, and their mean if there are several. Ignores other keys."""
     content = read_object(path, "evaluation (as `esper evaluate --json` writes it)")
     if "tasks" not in content:
         return [_evaluation(path, content)]
@@ -112,19 +99,20 @@ def _evaluation(path: Path, content: Fields) -> Evaluation:
 
 def _policy(name: str, figures: Fields) -> PolicyFigures:
     objective, accuracy, added = (figures.numbers(key) for key in ("objective", "accuracy", "added_params"))
-    if not objective or not len(objective) == len(accuracy) == len(added):
-        raise BadValueError(f"{figures.where}: objective, accuracy and added_params are not lists over the same hosts")
-    control = figures.optional(Fields.numbers, "control_accuracy")
-    if control is not None and len(control) != len(accuracy):
-        raise BadValueError(f"{figures.where}: {len(control)} accuracies of controls for {len(accuracy)} hosts")
+    control = figures.numbers("control_accuracy")
+    if len(objective) < 2 or not len(objective) == len(accuracy) == len(added) == len(control):
+        raise BadValueError(
+            f"{figures.where}: objective, accuracy, added_params and control_accuracy are not lists over the same "
+            "hosts, two or more"
+        )
     by_seed = figures.objects("by_seed")
-    reached = statistics.fmean(control) if control else 0.0
+    reached = statistics.fmean(control)
     seeds = [
         (statistics.fmean(seed.numbers("added_params")), statistics.fmean(seed.numbers("accuracy")) - reached)
         for seed in by_seed
         if len(by_seed) > 1
     ]
-    gain = None if control is None else [a - c for a, c in zip(accuracy, control, strict=True)]
+    gain = [a - c for a, c in zip(accuracy, control, strict=True)]
     return PolicyFigures(name, objective, accuracy, added, gain, seeds, max(1, len(by_seed)))
 
 
@@ -136,25 +124,17 @@ def _difference(entry: Fields, figures: Fields) -> DifferenceFigures:
     return DifferenceFigures(
         entry.text("policy"),
         entry.text("against"),
-        figures.number("mean"),
-        _number(figures.get("low")),
-        _number(figures.get("high")),
-        _number(entry.get("adjusted_p")),
-        int(figures["seeds"]) if is_number(figures.get("seeds")) else None,
+        Interval(*map(figures.number, ("mean", "low", "high"))),
+        entry.number("adjusted_p"),
+        figures.whole("seeds"),
         entry.get("superior") is True,
-        _number(entry.get("margin")) if entry.get("not_worse") is True else None,
+        entry.number("margin") if entry.get("not_worse") is True else None,
     )
-
-
-def _number(value: Json) -> float | None:
-    return float(value) if is_number(value) else None
 
 
 def mean_interval(values: list[float]) -> Interval:
     """The mean of values and its 95 % t-interval."""
     mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Interval(mean, None, None)
     half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
@@ -184,12 +164,11 @@ def evaluation_section(evaluation: Evaluation, name: str) -> list[Markup]:
 
 def _caption(evaluation: Evaluation) -> str:
     images = "test" if evaluation.final else "validation"
-    vertical = "gain over the control" if evaluation.has_gain else "accuracy (the file lacks that of the controls)"
     seeds = any(policy.seeds for policy in evaluation.policies)
     return (
-        f"{evaluation.task}, {evaluation.hosts} unseen hosts, the same for every policy, {images} images: {vertical}"
-        " against added parameters. A faint point is a host, a large one the mean with its 95 % interval over hosts"
-        f"{'; open diamonds are the means of single training seeds' if seeds else ''}."
+        f"{evaluation.task}, {evaluation.hosts} unseen hosts, the same for every policy, {images} images: gain over"
+        " the control against added parameters. A faint point is a host, a large one the mean with its 95 % interval"
+        f" over hosts{'; open diamonds are the means of single training seeds' if seeds else ''}."
     )
 
 
@@ -199,22 +178,20 @@ def _policy_row(policy: PolicyFigures) -> tuple[str, ...]:
 
 
 def _shown(interval: Interval, form: str) -> str:
-    if interval.low is None:
-        return f"{interval.mean:{form}}"
     return f"{interval.mean:{form}} ({interval.low:{form}} to {interval.high:{form}})"
 
 
 def _difference_row(entry: DifferenceFigures) -> tuple[str, ...]:
     shown = ["superior"] if entry.superior else []
     shown += [] if entry.not_worse is None else [f"not worse by {entry.not_worse:g}"]
-    too_few = entry.seeds is not None and entry.seeds < CLAIM_SEEDS
+    mean, low, high = entry.interval
     return (
         f"{entry.policy} − {entry.against}",
-        f"{entry.mean:+.2f}",
-        "–" if entry.low is None or entry.high is None else f"{entry.low:+.2f} to {entry.high:+.2f}",
-        "–" if entry.adjusted_p is None else f"{entry.adjusted_p:.3g}",
-        "–" if entry.seeds is None else str(entry.seeds),
-        ", ".join(shown) or ("a report, no claim" if too_few else "nothing shown"),
+        f"{mean:+.2f}",
+        f"{low:+.2f} to {high:+.2f}",
+        f"{entry.adjusted_p:.3g}",
+        str(entry.seeds),
+        ", ".join(shown) or ("a report, no claim" if entry.seeds < CLAIM_SEEDS else "nothing shown"),
     )
 
 
@@ -230,14 +207,12 @@ def draw_evaluation(evaluation: Evaluation) -> "Figure":
     """A point per host, and per policy the mean with its interval both ways; training seeds as small open diamonds."""
     import numpy as np
 
-    gain, horizontal = evaluation.has_gain, "parameters added per host"
+    horizontal = "parameters added per host"
     with new_figure(10.0, 4.6) as figure:
         axis = figure.subplots()
         for index, policy in enumerate(evaluation.policies):
-            heights = policy.gain if gain and policy.gain is not None else policy.accuracy
-            _draw_policy(axis, policy, heights, SERIES[index % len(SERIES)], _MARKERS[index % len(_MARKERS)])
-        if gain:
-            axis.axhline(0, color=MUTED, linewidth=0.8, linestyle=":")
+            _draw_policy(axis, policy, SERIES[index % len(SERIES)], _MARKERS[index % len(_MARKERS)])
+        axis.axhline(0, color=MUTED, linewidth=0.8, linestyle=":")
         widest = max(max(policy.added_params) for policy in evaluation.policies)
         if widest > 0:
             # Most policies add little and some a lot: the root gives both room, and has a zero.
@@ -246,15 +221,15 @@ def draw_evaluation(evaluation: Evaluation) -> "Figure":
             axis.set_xticks(_root_ticks(widest))
             axis.set_xlim(-0.0006 * widest, 1.06 * widest)  # a little room for marks at zero
             horizontal += " (root scale)"
-        axis.set(xlabel=horizontal, ylabel="gain over the control (points)" if gain else "accuracy (%)")
+        axis.set(xlabel=horizontal, ylabel="gain over the control (points)")
         axis.grid()
         axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, labelspacing=0.9)
     return figure
 
 
-def _draw_policy(axis: "Axes", policy: PolicyFigures, heights: list[float], colour: str, marker: str) -> None:
-    axis.plot(policy.added_params, heights, marker, markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
-    across, up = mean_interval(policy.added_params), mean_interval(heights)
+def _draw_policy(axis: "Axes", policy: PolicyFigures, colour: str, marker: str) -> None:
+    axis.plot(policy.added_params, policy.gain, marker, markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
+    across, up = mean_interval(policy.added_params), mean_interval(policy.gain)
     axis.errorbar(
         [across.mean], [up.mean], xerr=_arms(across, floor=0.0), yerr=_arms(up), fmt=marker, color=colour,
         markersize=10, markeredgecolor=INK, markeredgewidth=1, capsize=3, elinewidth=1.6, zorder=5,
@@ -266,8 +241,6 @@ def _draw_policy(axis: "Axes", policy: PolicyFigures, heights: list[float], colo
 
 
 def _arms(interval: Interval, floor: float = -math.inf) -> list[list[float]]:
-    if interval.low is None or interval.high is None:
-        return [[0.0], [0.0]]
     return [[interval.mean - max(floor, interval.low)], [interval.high - interval.mean]]
 
 

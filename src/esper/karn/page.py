@@ -24,7 +24,7 @@ def element(tag: str, *children: str, **attributes: str) -> Markup:
 
 
 def picture(name: str, figure: "Figure", caption: str) -> Markup:
-    """A drawing over the sentence that says what is seen; `name` is the beginning of its ids."""
+    """A drawing with a caption below it. `name` is the prefix of its ids."""
     return element("figure", Markup(to_svg(figure, name)), element("figcaption", caption, id=f"{name}-caption"))
 
 
@@ -39,7 +39,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> M
 
 
 def folded(title: str, part: str) -> Markup:
-    """What only some readers want to see."""
+    """A part that is hidden until the reader opens it."""
     return element("details", element("summary", title), part)
 
 

@@ -1,4 +1,4 @@
-"""Panels: which columns of a run are shown together, and how. Reports draw them; live views may show the same ones.
+"""Panels: which columns of a run are shown together, and how.
 
 A panel names its columns by patterns, in which `*` is any head. Columns that no panel names get one each; those that
 never changed are listed in words; those that are missing are not drawn.
@@ -7,11 +7,10 @@ never changed are listed in words; those that are missing are not drawn.
 import re
 from collections import Counter
 from itertools import cycle
-from statistics import quantiles
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from esper.karn.canvas import MUTED, SERIES, new_figure, whole_ticks
-from esper.karn.state import RunState
+from esper.karn.state import HEADLINES, RunState
 from esper.leyline import LifecycleOp
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ HEALTH = (
 )  # fmt: skip
 ROUNDING = 1e-6
 """What changes by less over a run did not change"""
-ELSEWHERE = ("objective", "objective_std", "gain", "accuracy", "added_parameters", "committed")
-"""Columns that have a picture or a table of their own"""
 
 
 def columns_of(run: RunState, panel: Panel) -> list[str]:
@@ -104,7 +101,7 @@ def columns_of(run: RunState, panel: Panel) -> list[str]:
 
 def health_panels(run: RunState) -> tuple[list[Panel], dict[str, float]]:
     """The panels to draw, and the columns that never changed with their values."""
-    values = {name: _constant(run, name) for name in run.column_names if name not in ELSEWHERE}
+    values = {name: _constant(run, name) for name in run.column_names if name == "panics" or name not in HEADLINES}
     columns = {panel: columns_of(run, panel) for panel in HEALTH}
     drawn = [panel for panel, names in columns.items() if any(values[name] is None for name in names)]
     covered = {name for names in columns.values() for name in names}
@@ -201,25 +198,20 @@ def _legend_above(axis: "Axes", inches: float) -> None:
 
 def _band(run: RunState, column: str, band: Band) -> list[tuple[float | None, float | None]]:
     """Lower and upper end of every round; None where a round has no episodes or no such number."""
+    import numpy as np
+
     ends: list[tuple[float | None, float | None]] = []
     for entry, value in zip(run.rounds, run.series(column), strict=True):
         episodes = run.episodes.get(entry.number, [])
         if not episodes or value is None:
             ends.append((None, None))
         elif band == "hosts":
-            ends.append(quartiles([getattr(episode, column) for episode in episodes]))
+            low, high = np.quantile([getattr(episode, column) for episode in episodes], (0.25, 0.75))
+            ends.append((float(low), float(high)))
         else:
             error = (max(0.0, value * (1 - value)) / len(episodes)) ** 0.5
             ends.append((max(0.0, value - error), min(1.0, value + error)))
     return ends
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    """The ends of the middle half, interpolated between neighbours."""
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return low, high
 
 
 def gaps(values: list[float | None]) -> list[float]:

@@ -1,4 +1,4 @@
-"""SQL over a run: its views in a database in memory, and what a statement gave."""
+"""SQL over a run: its views in a database in memory, and the answer to a statement."""
 
 import csv
 import glob
@@ -14,10 +14,10 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from esper.karn.state import EVENTS, Fields, checked_lines, is_number, leaves, metric_lines, read_header
+from esper.karn.state import EVENTS, Fields, checked_lines, is_number, metric_lines, read_header
 from esper.karn.views import LOGS, VIEWS
 from esper.leyline import BadValueError, MissingPackageError, UnknownNameError
-from esper.leyline.records import encode
+from esper.leyline.records import NOT_FINITE, encode, flatten
 from esper.storage.files import storage_errors
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 Cell = Any  # whatever a statement selects
 STDOUT = Path("-")
 NESTED_ELSEWHERE = ("germinated", "tasks")
-"""Of a line of the metrics: what other views tell in more detail."""
-NOT_FINITE = ("nan", "inf", "-inf")
-"""Numbers that JSON has no word for, as they are written."""
+"""Keys of the metrics that other views show in more detail"""
 READING = ("SELECT", "EXPLAIN", "MULTI")
 """Kinds of statements that are run; MULTI is PIVOT."""
 CHUNK = 10_000
@@ -45,13 +43,13 @@ class Column(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Named columns, and rows that are handed over once."""
+    """Named columns, and an iterator over the rows."""
 
     columns: list[str]
     rows: Iterator[tuple[Cell, ...]]
 
     def write_csv(self, path: Path) -> int:
-        """A line per row under a line of names; lists and maps as JSON. Returns how many rows."""
+        """Write a header and a line per row, with lists and maps as JSON. Returns the number of rows."""
         count = 0
         with _opened(path) as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -62,7 +60,7 @@ class Answer(NamedTuple):
         return count
 
     def write_json(self, path: Path) -> int:
-        """A list of objects, one per line. Returns how many rows."""
+        """Write a list of objects, one per line. Returns the number of rows."""
         if repeated := sorted({name for name in self.columns if self.columns.count(name) > 1}):
             raise BadValueError(f"several columns are called {repeated}: name them with AS")
         count = 0
@@ -74,7 +72,7 @@ class Answer(NamedTuple):
 
 
 def as_json(cell: Cell) -> str:
-    """As JSON; numbers that are not finite become words, and what it has no form for becomes text."""
+    """A cell as JSON. Numbers that are not finite become words, other types become text."""
 
     def plain(value: Cell) -> Cell:
         return float(value) if isinstance(value, Decimal) else str(value)
@@ -84,7 +82,7 @@ def as_json(cell: Cell) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """The screen's output, or a file that is seen only when it is complete."""
+    """The standard output, or a file that appears once it is complete."""
     if path == STDOUT:
         yield sys.stdout
         return
@@ -101,7 +99,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answer]:
     """Run one reading statement over the complete rounds of a run, for at most `timeout` seconds."""
-    task = read_header(path).inside("config").text("task")
+    read_header(path)
     with _database() as connection:
         parsed = connection.extract_statements(statement)
         if len(parsed) != 1:
@@ -114,7 +112,7 @@ def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answ
         text = statement.lower()
         needed = {view.log for name, view in VIEWS.items() if name in text or "query" in text}
         for kind in (kind for kind in LOGS if kind in needed):
-            _load(connection, path / EVENTS, kind, task)
+            _load(connection, path / EVENTS, kind)
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         timer = Timer(timeout, connection.interrupt)
         timer.start()
@@ -140,10 +138,7 @@ def columns_of(path: Path) -> dict[str, list[Column]]:
 
 @contextmanager
 def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
-    """In memory alone: what does not fit there is an error, not a file in the working folder.
-
-    Errors of DuckDB's become Esper's, in one line.
-    """
+    """A database in memory, which never spills to a file. Errors of DuckDB become Esper's, in one line."""
     try:
         import duckdb
     except ImportError as error:
@@ -161,14 +156,14 @@ def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
 
 
 def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
-    """All views. Rounds are there; tables of events are empty."""
+    """Create all views. Fills the table of rounds; the tables of events stay empty."""
     rows = [
         {
-            column_name(name): value
-            for name, value in leaves(line, NESTED_ELSEWHERE)
+            re.sub(r"\W+", "_", name).lower(): value  # ppo/op/entropy → ppo_op_entropy
+            for name, value in flatten(line, skip=NESTED_ELSEWHERE)
             if is_number(value) or value in NOT_FINITE
         }
-        for _, line in metric_lines(path)
+        for line in metric_lines(path)
     ]
     types = {name: type_ for name, (type_, _) in VIEWS["rounds"].columns.items()}
     types |= dict.fromkeys((name for row in rows for name in row if name not in types), "DOUBLE")
@@ -184,13 +179,8 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
         connection.execute(f"CREATE VIEW {name} AS {view.sql}")
 
 
-def column_name(metric: str) -> str:
-    """As a metric is called in SQL: `ppo/op/entropy` → `ppo_op_entropy`."""
-    return re.sub(r"\W+", "_", metric).lower()
-
-
-def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str, task: str) -> None:
-    """Events of a kind into its table, those of complete rounds; damage is named."""
+def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> None:
+    """Load the events of a kind from complete rounds into its table. Raises for damaged lines."""
     log = LOGS[kind]
     types = ", ".join(f"'{name}': '{type_}'" for name, type_ in {"kind": "VARCHAR", **log.columns}.items())
     names = ", ".join(f'"{name}"' for name in log.columns)
@@ -203,19 +193,17 @@ def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str, task: 
     if damaged > _is_torn(path):
         _name_damage(path, kind, damaged)
     connection.execute(f"DELETE FROM log.{kind} WHERE {lacking} OR round NOT IN (SELECT round FROM log.rounds)")
-    if "task" in log.columns:  # the first logs did not name it: they had one
-        connection.execute(f"UPDATE log.{kind} SET task = ? WHERE task IS NULL", [task])
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line has no end: it is being written, or its run was killed."""
+    """Whether the last line is incomplete: it is being written, or its run was killed."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         return file.read() not in (b"", b"\n")
 
 
 def _name_damage(path: Path, kind: str, damaged: int) -> None:
-    """Raise with the line that is no JSON, or no event. Slow: line by line."""
+    """Raise with the number of the first damaged line. Slow, because it checks line by line."""
     log, take = LOGS[kind], {"INTEGER": Fields.whole, "DOUBLE": Fields.number, "VARCHAR": Fields.text}
     for line in checked_lines(path):
         if line.text("kind") == kind:

@@ -1,7 +1,6 @@
 """`esper report`: a run folder as one page that needs nothing else."""
 
 import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -12,11 +11,10 @@ from esper.karn.canvas import STAGES
 from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
 from esper.karn.page import Markup, element, folded, page, picture, table
 from esper.karn.state import Episode, Round, RunState, read_run
-from esper.karn.timeline import STANDINGS, choose_hosts, draw_host, marks_of, rank_at
-from esper.leyline import BadValueError
+from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json
-from esper.storage.files import replace_file
+from esper.storage.files import check_writable, replace_file
 
 SECTIONS = {
     "summary": "What was learned",
@@ -36,17 +34,15 @@ def write_report(
     hosts: int = 4,
     round: int | None = None,
 ) -> Path:
-    """Write the page of a run and return where it lies.
+    """Write the page of a run, with timelines of `hosts` hosts of `round`, and return its path.
 
-    `out` defaults to `report.html` in the run folder, `evaluations` to its `evaluation*.json`; `hosts` is how many
-    timelines are drawn, of `round` or of the last one.
+    Defaults: `report.html` and `evaluation*.json` in the run folder, and the last round.
     """
     require_whole("hosts", hosts, 1)
     run_path = Path(run_path)
     target = run_path / "report.html" if out is None else Path(out)
     run = read_run(run_path, round)
-    if target.is_dir() or not target.resolve().parent.is_dir():
-        raise BadValueError(f"{target} cannot be written: it is a folder, or its folder does not exist")
+    check_writable(target)
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
     compared = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
     contents = (
@@ -134,24 +130,16 @@ def _policies(evaluations: list[Evaluation]) -> list[Markup]:
 
 
 def _learning(run: RunState) -> list[Markup]:
-    pictures = [
-        picture(panel.patterns[0], panels.draw_panel(run, panel), panel.meaning)
-        for panel in panels.LEARNING
-        if panels.columns_of(run, panel)
-    ]
+    pictures = [picture(panel.patterns[0], panels.draw_panel(run, panel), panel.meaning) for panel in panels.LEARNING]
     formats = {
         "objective": "+.2f", "objective_std": ".2f", "gain": "+.2f", "accuracy": ".2f", "added_parameters": ".1f",
         "committed": ".2f", "panics": ".0f",
     }  # fmt: skip
-    shown = {name: form for name, form in formats.items() if name in run.column_names}
     rows = [
-        (
-            str(entry.number),
-            *(f"{entry.columns[name]:{form}}" if name in entry.columns else "–" for name, form in shown.items()),
-        )
+        (str(entry.number), *(f"{entry.columns[name]:{form}}" for name, form in formats.items()))
         for entry in run.rounds
     ]
-    head = ("round", *(name.replace("_", " ") for name in shown))
+    head = ("round", *(name.replace("_", " ") for name in formats))
     numbers = table(head, rows, "Means over the hosts of a round; points and percent.")
     return [element("div", *pictures, class_="gallery two"), folded("Numbers of every round", numbers)]
 
@@ -178,7 +166,7 @@ def _health(run: RunState) -> list[Markup]:
     if constant:
         listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant.items())
         parts.append(_note(f"The same in every round, to a millionth: {listed}."))
-    return parts or [_note("The metrics of this run have no columns of the learner.")]
+    return parts
 
 
 # -- the run in words -------------------------------------------------------------------------------------------------
@@ -210,21 +198,18 @@ def what_was_learned(run: RunState) -> list[str]:
         sentences.append(f"The objective of the one round so far is {after:+.2f} points.")
     else:
         sentences.append(f"The objective went from {before:+.2f} points in {begin} to {after:+.2f} in {end}.")
-    added, share = _mean(last, "added_parameters"), 100 * _mean(last, "committed")
-    if not math.isnan(added + share):
-        old_added, old_share = _mean(first, "added_parameters"), 100 * _mean(first, "committed")
-        compared = len(run.rounds) > 1 and not math.isnan(old_added + old_share)
-        sentences.append(
-            f"A host of {end} ended with {added:.0f} added parameters in the mean, and {share:.0f} % of hosts kept at"
-            " least one seed" + (f" ({old_added:.0f} and {old_share:.0f} % in {begin})." if compared else ".")
-        )
+    added, old_added = (_mean(rounds, "added_parameters") for rounds in (last, first))
+    share, old_share = (100 * _mean(rounds, "committed") for rounds in (last, first))
+    compared = f" ({old_added:.0f} and {old_share:.0f} % in {begin})." if len(run.rounds) > 1 else "."
+    sentences.append(
+        f"A host of {end} ended with {added:.0f} added parameters in the mean, and {share:.0f} % of hosts kept at least"
+        f" one seed{compared}"
+    )
     return sentences
 
 
 def _mean(rounds: list[Round], column: str) -> float:
-    """NaN if no round has the column."""
-    values = [entry.columns[column] for entry in rounds if column in entry.columns]
-    return statistics.fmean(values) if values else math.nan
+    return statistics.fmean(entry.columns[column] for entry in rounds)
 
 
 def _span(rounds: list[Round]) -> str:
@@ -243,7 +228,8 @@ def _rank_name(rank: int, hosts: int) -> str:
 
 def _life(run: RunState, rank: int, episode: Episode) -> str:
     """One host in a sentence or two: the caption of its timeline."""
-    kinds = Counter(mark.kind for mark in marks_of([change for change in run.changes if change.env == episode.env]))
+    changes = [change for change in run.changes if change.env == episode.env]
+    kinds = Counter(MARKS[mark.target][0] for mark in marks_of(changes))
     counted = (f"{kinds[noun] or 'no'} {noun}{'' if kinds[noun] == 1 else 's'}" for noun in ("birth", "commit", "cut"))
     parts = [
         f"Host {episode.env}, {_rank_name(rank, len(run.episodes[run.shown]))} by objective"
@@ -256,6 +242,4 @@ def _life(run: RunState, rank: int, episode: Episode) -> str:
         for panic in run.panics
         if panic.env == episode.env
     ]
-    if episode.accuracies is None:
-        parts.append(" The log of this run has no curves of accuracy and alpha: only stages are shown.")
     return "".join(parts)

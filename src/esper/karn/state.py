@@ -1,7 +1,7 @@
-"""The state of a run, folded from its logs line by line: reports and live views are drawn from it.
+"""The state of a run, read from its logs: reports are drawn from it.
 
-Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line; events of a round that is
-not complete wait for it. Stage changes and curves are stored for one round only, so a long run needs little memory.
+Rounds count from 0, as in the files. A round is complete when `metrics.jsonl` has its line; events of other rounds are
+skipped. Stage changes and curves are stored for one round only, so a long run needs little memory.
 `Fields` checks the JSON that others wrote where its values are taken; a wrong one is named with its place.
 """
 
@@ -9,21 +9,25 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeGuard, TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeGuard
 
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
-from esper.leyline.records import Json, config_checksum, refuse_constant
+from esper.leyline.records import Json, config_checksum, flatten, refuse_constant
 from esper.storage.logs import read_lines
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
-Value = TypeVar("Value")
+HEADLINES = ("objective", "objective_std", "gain", "accuracy", "added_parameters", "committed", "panics")
+"""Columns that every round has"""
+DRAWN = ("stage", "panic", "episode")  # kinds of events that reports are drawn from
 
 
 class Fields(dict[str, Json]):
-    """One JSON object and where it stands: a file, or a file and its line."""
+    """A JSON object, and where it comes from: a file, or a file and its line."""
 
     def __init__(self, content: Json, where: str) -> None:
         if not isinstance(content, dict):
@@ -57,19 +61,19 @@ class Fields(dict[str, Json]):
         )
         return [float(value) for value in values]
 
-    def optional(self, take: Callable[["Fields", str], Value], key: str) -> Value | None:
-        """What `take` takes, or None where there is none."""
-        return None if self.get(key) is None else take(self, key)
+    def optional_text(self, key: str) -> str | None:
+        """A string, or None if there is none."""
+        return None if self.get(key) is None else self.text(key)
 
     def counts(self, key: str) -> dict[str, int]:
-        """Names and how often; empty where there is none."""
+        """Counts by name; empty if the key is missing."""
         values = self.get(key, {})
         if not isinstance(values, dict) or not all(is_number(count) and count >= 0 for count in values.values()):
             raise BadValueError(f"{self.where}: {key!r} is {_short(values)}, not an object of counts")
         return {name: int(count) for name, count in values.items()}
 
     def objects(self, key: str) -> list["Fields"]:
-        """A list of objects; empty where there is none."""
+        """A list of objects; empty if the key is missing."""
         values = self._take(key, lambda value: isinstance(value, list), "a list of objects") if key in self else []
         return [Fields(value, f"{self.where}, {key}[{index}]") for index, value in enumerate(values)]
 
@@ -79,12 +83,12 @@ class Fields(dict[str, Json]):
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Finite, and no bool."""
+    """Whether a value is a finite number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_object(path: Path, what: str) -> Fields:
-    """A file that holds one JSON object; `what` it should have been stands in the message."""
+    """Read a file with one JSON object. `what` names the kind of file in errors."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
@@ -95,15 +99,6 @@ def read_object(path: Path, what: str) -> Fields:
 def _short(value: Json) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def leaves(content: dict[str, Json], skip: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield the values of nested objects by their paths, `outer/inner`, without what is called as in `skip`."""
-    for name, value in content.items():
-        if name not in skip and isinstance(value, dict):
-            yield from leaves(value, skip, f"{prefix}{name}/")
-        elif name not in skip:
-            yield prefix + name, value
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -153,10 +148,10 @@ class Episode(NamedTuple):
     gain: float
     accuracy: float
     added_parameters: float
-    accuracies: list[float] | None = None
-    """After every step; None if the log has no curves, or in rounds whose details are not stored"""
-    control_accuracies: list[float] | None = None
-    alphas: dict[str, list[float]] | None = None
+    accuracies: Sequence[float] = ()
+    """After every step; curves are empty in rounds whose details are not stored"""
+    control_accuracies: Sequence[float] = ()
+    alphas: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 class Commit(NamedTuple):
@@ -171,65 +166,41 @@ class Commit(NamedTuple):
 
 @dataclass
 class RunState:
-    """What is known of a run so far. `fold_metrics` and `fold_event` take in one line each."""
+    """What the logs tell of a run."""
 
     path: Path
     config: dict[str, Json]
-    git: str | None = None
-    torch: str | None = None
-    detail_round: int | None = None
-    """The round whose stage changes, panics and curves are stored; None follows the latest complete one"""
-    rounds: list[Round] = field(default_factory=list)
+    git: str | None
+    torch: str | None
+    rounds: list[Round]
     """Complete rounds, in order"""
-    column_names: dict[str, None] = field(default_factory=dict)
-    """All columns that any round has, in the order of their first appearance"""
+    shown: int
+    """The round whose stage changes, panics and curves are stored"""
     episodes: dict[int, list[Episode]] = field(default_factory=lambda: defaultdict(list))
     changes: list[StageEvent] = field(default_factory=list)
     panics: list[PanicEvent] = field(default_factory=list)
     _births: dict[tuple[int, int, str], int] = field(default_factory=dict)
     _commits: dict[int, dict[tuple[int, str], Commit]] = field(default_factory=lambda: defaultdict(dict))
-    _complete: set[int] = field(default_factory=set)
-    _waiting: dict[int, list[Fields]] = field(default_factory=lambda: defaultdict(list))
-    """Events of rounds that are not complete"""
 
-    @property
-    def shown(self) -> int:
-        """The round whose details are stored."""
-        return self.rounds[-1].number if self.detail_round is None else self.detail_round
+    @cached_property
+    def column_names(self) -> list[str]:
+        """All columns that any round has, in the order of their first appearance."""
+        return list(dict.fromkeys(name for entry in self.rounds for name in entry.columns))
 
-    def fold_metrics(self, line: Fields) -> None:
-        """Take in a line of `metrics.jsonl`: a round is complete."""
-        number, numbers = line.whole("round"), leaves(line, ("round", "ops", "germinated"))
-        columns = {name: float(value) for name, value in numbers if is_number(value)}
-        line.number("objective")
-        self.rounds.append(Round(number, columns, line.counts("ops"), line.counts("germinated")))
-        self._complete.add(number)
-        self.column_names |= dict.fromkeys(columns)
-        if self.detail_round is None:
-            self.changes.clear()
-            self.panics.clear()
-        for event in self._waiting.pop(number, []):
-            self.fold_event(event)
-
-    def fold_event(self, line: Fields) -> None:
-        """Take in a line of `events.jsonl`. Kinds that nothing is drawn from are skipped."""
-        kind = line.text("kind")
-        if kind not in ("stage", "panic", "episode"):
-            return
-        number, env = line.whole("round"), line.whole("env")
-        if number not in self._complete:
-            self._waiting[number].append(line)
-        elif kind == "episode":
+    def add_event(self, line: Fields) -> None:
+        """Add a line of `events.jsonl`, of one of the kinds in `DRAWN`."""
+        kind, number, env = line.text("kind"), line.whole("round"), line.whole("env")
+        if kind == "episode":
             self.episodes[number].append(_episode(line, env, curves=number == self.shown))
         elif kind == "stage":
-            self._fold_change(number, _change(line, env))
+            self._add_change(number, _change(line, env))
         elif number == self.shown:
             symptoms = line.get("symptoms", [])
             names = [str(name) for name in symptoms] if isinstance(symptoms, list) else [str(symptoms)]
             self.panics.append(PanicEvent(line.whole("step"), env, names))
 
-    def _fold_change(self, number: int, change: StageEvent) -> None:
-        """A panic undoes what its step did: a birth or a commit may go."""
+    def _add_change(self, number: int, change: StageEvent) -> None:
+        """Update births and commits. A panic may undo either."""
         key = change.env, change.slot
         if change.target is SeedStage.GERMINATED and change.cause != "panic":
             self._births[number, *key] = change.at
@@ -268,35 +239,30 @@ class RunState:
         """Every slot in which a seed was germinated, from the input on."""
         used = {key.split("/")[0] for entry in self.rounds for key in entry.germinated}
         used |= {change.slot for change in self.changes}
-        used |= {slot for episode in self.episodes[self.shown] for slot in episode.alphas or {}}
+        used |= {slot for episode in self.episodes[self.shown] for slot in episode.alphas}
         return sorted(used, key=_depth)
 
     @property
     def steps(self) -> int:
         """Length of the episodes of the shown round."""
-        curves = [len(episode.accuracies) for episode in self.episodes[self.shown] if episode.accuracies]
-        if curves:
-            return max(curves)
-        # Every host takes one op per step.
-        ops = sum(next(entry.ops for entry in self.rounds if entry.number == self.shown).values())
-        counted = ops // max(1, len(self.episodes[self.shown]))
-        return max([counted, 1, *(change.at for change in self.changes)])
+        return max(len(episode.accuracies) for episode in self.episodes[self.shown])
 
 
 def read_run(path: Path, shown: int | None = None) -> RunState:
-    """Fold the run in a folder, with the details of one round (default: the last)."""
+    """Read the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
-    git, torch_version = (header.optional(Fields.text, key) for key in ("git", "torch"))
-    state = RunState(path, header.inside("config"), git, torch_version, shown)
-    for _, line in metric_lines(path):
-        state.fold_metrics(line)
-    if not state.rounds:
+    git, torch_version = map(header.optional_text, ("git", "torch"))
+    rounds = [_round(line) for line in metric_lines(path)]
+    if not rounds:
         raise BadValueError(f"{path} has no complete round yet: nothing to report before {METRICS} has a line")
-    numbers = [entry.number for entry in state.rounds]
-    if shown is not None and shown not in numbers:
-        raise BadValueError(f"round {shown} is not in {path}; it has rounds {numbers[0]} to {numbers[-1]}")
+    numbers = {entry.number for entry in rounds}
+    shown = max(numbers) if shown is None else shown
+    if shown not in numbers:
+        raise BadValueError(f"round {shown} is not in {path}; it has rounds {min(numbers)} to {max(numbers)}")
+    state = RunState(path, header.inside("config"), git, torch_version, rounds, shown)
     for line in checked_lines(path / EVENTS):
-        state.fold_event(line)
+        if line.text("kind") in DRAWN and line.whole("round") in numbers:
+            state.add_event(line)
     if not state.episodes[state.shown]:
         raise BadValueError(f"{path / EVENTS} has no episode of round {state.shown}, which {METRICS} calls complete")
     return state
@@ -326,15 +292,24 @@ def checked_lines(path: Path) -> Iterator[Fields]:
         raise BadValueError(f"{path} cannot be read behind line {number}: {error}") from error
 
 
-def metric_lines(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield the complete rounds of a run: number and line, in order."""
+def metric_lines(path: Path) -> Iterator[Fields]:
+    """Yield the lines of the complete rounds of a run, in order."""
     last = -1
     for line in checked_lines(path / METRICS):
         number = line.whole("round")
         if number <= last:
             raise BadValueError(f"{line.where}: round {number} comes after round {last}")
-        yield number, line
+        yield line
         last = number
+
+
+def _round(line: Fields) -> Round:
+    for name in HEADLINES:
+        line.number(name)
+    columns = {
+        name: float(value) for name, value in flatten(line, skip=("round", "ops", "germinated")) if is_number(value)
+    }
+    return Round(line.whole("round"), columns, line.counts("ops"), line.counts("germinated"))
 
 
 def _change(line: Fields, env: int) -> StageEvent:
@@ -342,7 +317,7 @@ def _change(line: Fields, env: int) -> StageEvent:
         line.whole("step"),
         env,
         line.text("slot"),
-        line.optional(Fields.text, "blueprint"),
+        line.optional_text("blueprint"),
         _stage(line, "source"),
         _stage(line, "target"),
         line.text("cause"),
@@ -357,17 +332,14 @@ def _stage(line: Fields, key: str) -> SeedStage:
 
 
 def _episode(line: Fields, env: int, *, curves: bool) -> Episode:
-    objective, gain, accuracy, added = (
-        line.number(key) for key in ("objective", "gain", "accuracy", "added_parameters")
-    )
+    objective, gain, accuracy, added = map(line.number, ("objective", "gain", "accuracy", "added_parameters"))
     if not curves:
         return Episode(env, objective, gain, accuracy, added)
-    accuracies, control = (line.optional(Fields.numbers, key) for key in ("accuracies", "control_accuracies"))
-    if accuracies is not None and control is not None and len(accuracies) != len(control):
+    accuracies, control, alphas = line.numbers("accuracies"), line.numbers("control_accuracies"), line.inside("alphas")
+    if len(accuracies) != len(control):
         raise BadValueError(f"{line.where}: {len(accuracies)} accuracies, but {len(control)} of the control")
-    inner = line.inside("alphas") if "alphas" in line else None
-    alphas = None if inner is None else {slot: inner.numbers(slot) for slot in inner}
-    return Episode(env, objective, gain, accuracy, added, accuracies, control, alphas)
+    by_slot = {slot: alphas.numbers(slot) for slot in alphas}
+    return Episode(env, objective, gain, accuracy, added, accuracies, control, by_slot)
 
 
 def _depth(slot: str) -> tuple[int, int, str]:

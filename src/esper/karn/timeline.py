@@ -4,7 +4,7 @@ The horizontal axis counts steps trained. The decision of step s is taken at s, 
 measurements stand at s + 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 Standing = Literal["best", "median", "worst"]
 STANDINGS: dict[Standing, float] = {"best": 0.0, "median": 0.5, "worst": 1.0}
 """Where in the ranking by objective"""
-_SYMBOLS = {"birth": "^", "commit": "*", "cut": "X"}
-_MARKED = {SeedStage.GERMINATED: "birth", SeedStage.FOSSILIZED: "commit", SeedStage.PRUNED: "cut"}
+MARKS = {
+    SeedStage.GERMINATED: ("birth", "^"),
+    SeedStage.FOSSILIZED: ("commit", "*"),
+    SeedStage.PRUNED: ("cut", "X"),
+}
+"""Stage that a seed entered → name and symbol of its mark"""
 _BAR = 0.6
 """Height of a bar in its lane; the name of the blueprint stands above it"""
 
@@ -34,15 +38,6 @@ class Span(NamedTuple):
     stage: SeedStage
     begin: int
     end: int
-
-
-class Mark(NamedTuple):
-    """A birth, a commit or a cut."""
-
-    slot: str
-    kind: str
-    at: int
-    blueprint: str | None
 
 
 def spans_of(changes: Sequence[StageEvent], steps: int) -> list[Span]:
@@ -59,13 +54,9 @@ def spans_of(changes: Sequence[StageEvent], steps: int) -> list[Span]:
     return spans
 
 
-def marks_of(changes: Sequence[StageEvent]) -> list[Mark]:
+def marks_of(changes: Sequence[StageEvent]) -> list[StageEvent]:
     """Births, commits and cuts of one host. What a panic puts back is none of them: the panic has its own line."""
-    return [
-        Mark(change.slot, _MARKED[change.target], change.at, change.blueprint)
-        for change in changes
-        if change.target in _MARKED and change.cause != "panic"
-    ]
+    return [change for change in changes if change.target in MARKS and change.cause != "panic"]
 
 
 def choose_hosts(episodes: Sequence[Episode], count: int) -> list[tuple[int, Episode]]:
@@ -90,20 +81,16 @@ def rank_at(share: float, hosts: int) -> int:
 
 
 def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: bool = False) -> "Figure":
-    """Accuracy above, one lane per slot below; without curves in the log, the lanes alone."""
+    """Accuracy above, one lane per slot below."""
     changes = [change for change in run.changes if change.env == episode.env]
     slots = run.slots or ["no seeds"]
     lanes = 0.46 * len(slots)
-    above_lanes = 0.6 + (0 if episode.accuracies is None else 2.0) + 0.25 * bool(title) + 0.65 * with_legend
-    with new_figure(10.0, lanes + above_lanes) as figure:
-        if episode.accuracies is None:
-            above = below = figure.subplots()
-        else:
-            above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, lanes))
-            _draw_accuracy(above, episode.accuracies, episode.control_accuracies)
-        _draw_lanes(below, slots, changes, run.steps, episode.alphas or {})
+    with new_figure(10.0, lanes + 0.6 + 2.0 + 0.25 * bool(title) + 0.65 * with_legend) as figure:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, lanes))
+        _draw_accuracy(above, episode.accuracies, episode.control_accuracies)
+        _draw_lanes(below, slots, changes, run.steps, episode.alphas)
         for panic in (panic for panic in run.panics if panic.env == episode.env):
-            for axis in {above, below}:
+            for axis in (above, below):
                 axis.axvline(panic.step + 1, color=VERMILION, linestyle=(0, (2, 2)), linewidth=1.4)
         below.set(xlabel="steps trained", xlim=(0, run.steps))
         whole_ticks(below)
@@ -113,12 +100,11 @@ def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: 
     return figure
 
 
-def _draw_accuracy(axis: "Axes", accuracies: list[float], control: list[float] | None) -> None:
+def _draw_accuracy(axis: "Axes", accuracies: Sequence[float], control: Sequence[float]) -> None:
     after = range(1, len(accuracies) + 1)
     axis.plot(after, accuracies, color=BLUE, marker="o", markersize=3, label="host")
-    if control is not None:
-        axis.plot(after, control, color=MUTED, marker="s", markersize=2.5, linestyle="--", label="its control")
-        axis.fill_between(after, accuracies, control, color=BLUE, alpha=0.12, linewidth=0)
+    axis.plot(after, control, color=MUTED, marker="s", markersize=2.5, linestyle="--", label="its control")
+    axis.fill_between(after, accuracies, control, color=BLUE, alpha=0.12, linewidth=0)
     axis.set(ylabel="accuracy (%)")
     axis.grid(axis="y")
     axis.legend(loc="upper left", bbox_to_anchor=(1.005, 1), borderaxespad=0)
@@ -126,19 +112,19 @@ def _draw_accuracy(axis: "Axes", accuracies: list[float], control: list[float] |
 
 
 def _draw_lanes(
-    axis: "Axes", slots: list[str], changes: list[StageEvent], steps: int, alphas: dict[str, list[float]]
+    axis: "Axes", slots: list[str], changes: list[StageEvent], steps: int, alphas: Mapping[str, Sequence[float]]
 ) -> None:
     lane = {slot: index for index, slot in enumerate(reversed(slots))}
     for span in spans_of(changes, steps):
         extent = [(span.begin, span.end - span.begin)]
         axis.broken_barh(extent, (lane[span.slot], _BAR), facecolor=STAGES[span.stage], linewidth=0)
     for mark in marks_of(changes):
-        if mark.kind == "birth":
+        if mark.target is SeedStage.GERMINATED:
             name, above = mark.blueprint or "unnamed", lane[mark.slot] + _BAR + 0.05
             axis.text(mark.at + 0.012 * steps, above, name, fontsize=7.5, va="bottom")
-    for kind, symbol in _SYMBOLS.items():
-        if marks := [mark for mark in marks_of(changes) if mark.kind == kind]:
-            rise, size, colour, rim = (0.18, 6, INK, 0.0) if kind == "birth" else (-_BAR / 2, 9, ON_BARS, 0.9)
+    for stage, (name, symbol) in MARKS.items():
+        if marks := [mark for mark in marks_of(changes) if mark.target is stage]:
+            rise, size, colour, rim = (0.18, 6, INK, 0.0) if name == "birth" else (-_BAR / 2, 9, ON_BARS, 0.9)
             axis.plot(
                 [mark.at for mark in marks], [lane[mark.slot] + _BAR + rise for mark in marks], symbol, clip_on=False,
                 markersize=size, color=colour, markeredgecolor=AROUND, markeredgewidth=rim, zorder=5,
@@ -164,7 +150,7 @@ def _draw_legend(figure: "Figure", *, alphas: bool, panics: bool) -> None:
         handles.append(Line2D([], [], color=ON_BARS, linewidth=1.5, label="alpha, 0 to 1 inside its bar"))
     handles += [
         Line2D([], [], linestyle="none", marker=symbol, color=ON_BARS, markersize=7, label=name)
-        for name, symbol in _SYMBOLS.items()
+        for name, symbol in MARKS.values()
     ]
     if panics:
         handles.append(Line2D([], [], color=VERMILION, linestyle="--", label="panic: taken back"))

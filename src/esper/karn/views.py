@@ -1,14 +1,13 @@
-"""What a run can be asked: views, their columns, and how they follow from the events.
+"""The views of a run, their columns, and how they follow from the events.
 
 `LOGS` are the kinds of lines in `events.jsonl`; each is read into its table, `log.<kind>`, by `queries`, and
-only where a statement needs it. `VIEWS` are what statements see. What an older run did not write is NULL, or makes a
-view empty.
+only where a statement needs it. `VIEWS` are what statements see.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from esper.leyline import LIVE_STAGES
+from esper.leyline import HEAD_NAMES, LIVE_STAGES
 
 
 class Log(NamedTuple):
@@ -30,10 +29,6 @@ class SqlView(NamedTuple):
     """Kind of events that it is made of"""
 
 
-_HEADS = {
-    "op": "VARCHAR", "slot": "VARCHAR", "blueprint": "VARCHAR", "blend": "VARCHAR", "tempo": "INTEGER",
-    "alpha_target": "DOUBLE", "alpha_speed": "INTEGER", "alpha_curve": "VARCHAR",
-}  # fmt: skip
 _ROUND = {"round": ("INTEGER", "the round, from 0")}
 _EPISODE = {
     **_ROUND,
@@ -44,7 +39,7 @@ _STEP = {"step": ("INTEGER", "the step, from 0: its decision comes before its tr
 
 _DECISIONS_SQL = f"""
 SELECT round, task, env, step, coalesce(decisions.op[place], 'WAIT') AS op,
-  {", ".join(f"decisions.{name}[place] AS {name}" for name in _HEADS if name != "op")},
+  {", ".join(f"decisions.{name}[place] AS {name}" for name in HEAD_NAMES if name != "op")},
   rewards[step + 1] AS reward, accuracies[step + 1] AS accuracy, control_accuracies[step + 1] AS control_accuracy
 FROM (SELECT *, list_position(decisions.step, step) AS place FROM
   (SELECT *, unnest(range(len(rewards)))::INTEGER AS step FROM log.episode))
@@ -82,9 +77,8 @@ FROM (
 
 VIEWS: Mapping[str, SqlView] = {
     "rounds": SqlView(
-        "A row per complete round, means over its episodes. Beside these columns, every other number of metrics.jsonl"
-        " under its name in lower case with _ for /: reward_gain, ops_wait, ppo_approx_kl, ppo_op_entropy,"
-        " timing_collect_s …",
+        "A row per complete round, with means over its episodes. Every other number of metrics.jsonl is a column too,"
+        " named in lower case with _ for /: reward_gain, ops_wait, ppo_approx_kl, timing_collect_s …",
         {
             **_ROUND,
             "objective": ("DOUBLE", "gain minus the rent of the fossils, points"),
@@ -228,7 +222,7 @@ def _types(view: str) -> dict[str, str]:
     return {name: type_ for name, (type_, _) in VIEWS[view].columns.items()}
 
 
-_DECISIONS = ", ".join(f"{name} {type_}[]" for name, type_ in {"step": "INTEGER", **_HEADS}.items())
+_DECISIONS = ", ".join(f"{name} {_types('decisions')[name]}[]" for name in ("step", *HEAD_NAMES))
 LOGS: Mapping[str, Log] = {
     "stage": Log(_types("stages"), ("round", "env", "step", "slot", "source", "target", "cause")),
     "panic": Log(_types("panics"), ("round", "env", "step")),

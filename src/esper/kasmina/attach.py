@@ -89,9 +89,8 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
     if not isinstance(slots, Mapping) or not slots:
-        raise BadValueError(
-            f'slots {slots!r} are not names with their widths: at least one slot is needed, such as {{"layer2": 128}}'
-        )
+        needed = 'at least one slot is needed, such as {"layer2": 128}'
+        raise BadValueError(f"slots {slots!r} are not names with their widths: {needed}")
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name, width in slots.items():
         if not isinstance(name, str):
@@ -171,16 +170,12 @@ def stream_behind(host: nn.Module, name: str, call: ModuleCall, width: int | Non
         raise HostMismatchError(f"submodule {name!r} returns {h.dtype}; a slot needs a floating-point stream")
     topology = TOPOLOGY_OF_AXES.get(h.dim())
     if topology is None:
-        raise HostMismatchError(
-            f"submodule {name!r} returns a tensor of shape {tuple(h.shape)}; a slot needs an image (B, C, H, W), "
-            "tokens (B, T, C) or a vector (B, C)"
-        )
+        needed = "a slot needs an image (B, C, H, W), tokens (B, T, C) or a vector (B, C)"
+        raise HostMismatchError(f"submodule {name!r} returns a tensor of shape {tuple(h.shape)}; {needed}")
     actual = h.shape[WIDTH_AXIS[topology]]
     if width not in (None, actual):
-        raise HostMismatchError(
-            f"slot {name!r} was declared with width {width}, but {topology} of width {actual} "
-            f"pass there (shape {tuple(h.shape)})"
-        )
+        passes = f"{topology} of width {actual} pass there (shape {tuple(h.shape)})"
+        raise HostMismatchError(f"slot {name!r} was declared with width {width}, but {passes}")
     resolution = {"image": min(h.shape[-2:]), "tokens": h.shape[-2], "vector": None}[topology]
     # Seeds follow this parameter when the host is moved. Under autocast none has the dtype of the stream.
     device, dtype = h.device, h.dtype
@@ -196,21 +191,15 @@ class HookedBody(Body):
     """A host of foreign layers. Rows other than the main one run on cloned buffers."""
 
     def __init__(
-        self,
-        host: nn.Module,
-        widths: Mapping[str, int],
-        isolation: Isolation = "shadow",
-        streams: Mapping[str, Stream] | None = None,
+        self, host: nn.Module, widths: Mapping[str, int], isolation: Isolation, streams: Mapping[str, Stream] | None
     ) -> None:
         """Without `streams`, a probe precedes the first main row."""
         slots = {name: SeedSlot(name, isolation) for name in widths}
         super().__init__(host, slots)
         self.slots.to(next(host.parameters()))
         self.widths = dict(widths)
-        self._streams: dict[str, Stream] = {}
         self._frozen_norms: frozenset[str] = frozenset()
-        if streams is not None:
-            self._learn(streams)
+        self._learn(streams or {})
         self._before_main: RandomState | None = None
         for name, slot in slots.items():
             host.get_submodule(name).register_forward_hook(slot.hook)
@@ -285,8 +274,8 @@ class HookedBody(Body):
 
     def _learn(self, streams: Mapping[str, Stream]) -> None:
         self._streams = dict(streams)
-        for slot_id, slot in self.slot_items():
-            slot.known_spec = streams[slot_id][0]
+        for slot_id, (spec, _) in streams.items():
+            self.slot(slot_id).known_spec = spec
 
 
 @contextmanager

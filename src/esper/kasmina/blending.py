@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.layers import Linear
-from esper.leyline import ALPHA_CURVES, BLEND_STYLES, BadValueError, SlotSpec, StageError, UnknownNameError
+from esper.leyline import ALPHA_CURVES, BadValueError, StageError
+from esper.leyline.numbers import require_known
 
 
 def curve_value(curve: str, t: float) -> float:
@@ -36,8 +37,7 @@ class AlphaController:
     curve: str = "linear"
 
     def __post_init__(self) -> None:
-        if self.curve not in ALPHA_CURVES:
-            raise UnknownNameError("alpha curve", self.curve, ALPHA_CURVES)
+        require_known("alpha curve", self.curve, ALPHA_CURVES)
         for name in ("alpha", "start", "target"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise BadValueError(f"{name} {getattr(self, name)} is not in [0, 1]")
@@ -52,9 +52,7 @@ class AlphaController:
     def retarget(self, target: float, steps: int, curve: str = "linear") -> "AlphaController":
         """Start a ramp to `target`. With 0 steps alpha jumps there at once."""
         if not self.holding:
-            raise StageError(
-                f"alpha is on its way to {self.target}, step {self.done} of {self.steps}: wait until it holds"
-            )
+            raise StageError(f"alpha is on its way to {self.target}, step {self.done} of {self.steps}: wait for it")
         begun = AlphaController(self.alpha, self.alpha, target, steps, 0, curve)
         return begun if steps else replace(begun, alpha=target)
 
@@ -95,23 +93,11 @@ def gate_parameters(style: str, width: int) -> int:
     return width + 1 if style == "gate" else 0
 
 
-def make_gate(style: str, spec: SlotSpec) -> BlendGate | None:
-    """The gate of a style, or None if it has none."""
-    if style not in BLEND_STYLES:
-        raise UnknownNameError("blending style", style, BLEND_STYLES)
-    return BlendGate(spec.width, spec.topology) if style == "gate" else None
-
-
 def blend(h: Tensor, delta: Tensor, alpha: Tensor | float, style: str, gate: BlendGate | None = None) -> Tensor:
-    """The stream with the seed acting at `alpha`, a number or a tensor that broadcasts against h."""
-    if style == "add":
-        return h + alpha * delta
+    """The stream with the seed acting at `alpha`, which broadcasts against h. Style `gate` needs the gate."""
     if style == "multiply":
         return h * (1 + alpha * torch.tanh(delta))
-    if gate is None:
-        raise UnknownNameError("blending style without a gate", style, BLEND_STYLES[:-1])
-    opened: Tensor = gate(h)
-    return h + alpha * opened * delta
+    return h + alpha * delta if gate is None else h + alpha * gate(h) * delta
 
 
 def straight_through(h: Tensor, blended: Tensor) -> Tensor:

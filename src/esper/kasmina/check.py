@@ -81,8 +81,6 @@ def check_blueprint(
     require_whole("seeds", seeds, 1, remark=": each is a fresh set of weights to check")
     spec = BlueprintRegistry.spec(topology, name)
     side = max(RESOLUTION[topology], spec.min_resolution) if resolution is None else resolution
-    if problem := spec.misfit(width, side):
-        raise BadValueError(f"blueprint {name!r} for {topology} slots: {problem}")
     label = f"{topology} blueprint {name!r} at width {width}"
     ratios: dict[str, float] = {}
     for rng_seed in range(seeds):

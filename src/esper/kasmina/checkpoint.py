@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,13 @@ from esper.leyline import (
     CheckpointError,
     SeedStage,
     SlotSpec,
-    UnknownNameError,
 )
-from esper.leyline.numbers import refuse
+from esper.leyline.numbers import refuse, require_known
 from esper.leyline.records import Json, decode, encode
 from esper.storage.stored import StoredFormat, checkpoint_errors, read_stored, write_stored
+
+if TYPE_CHECKING:
+    from esper.kasmina.model import MorphogeneticModel
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -77,8 +80,8 @@ def check_model(model: SavedModel, where: str) -> None:
     """Check what the types do not express."""
     with checkpoint_errors(where):
         for what, name, known in (("dtype", model.dtype, DTYPES), ("host kind", model.host.kind, Host.KINDS)):
-            if name is not None and name not in known:
-                raise UnknownNameError(what, name, known)
+            if name is not None:
+                require_known(what, name, known)
     kind, config, slot_ids = model.host.kind, model.host.config, model.slot_ids
     problems = {
         f"{where}: host kind {kind!r} with config {config}; both or neither": (kind is None) != (config is None),
@@ -166,17 +169,16 @@ class Checkpoint:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def save(
-    folder: Path, body: Body, *, isolation: Isolation, config: LifecycleConfig, budget: int | None, rng_seed: int
-) -> None:
+def save(folder: Path, grown: "MorphogeneticModel") -> None:
     """Write a checkpoint. An existing one is replaced as a whole once the new one is complete."""
+    body = grown.body
     model = SavedModel(
         host=_saved_host(body),
         dtype=str(next(body.host.parameters(), torch.empty(())).dtype).removeprefix("torch."),
-        isolation=isolation,
-        config=config,
-        budget=budget,
-        rng_seed=rng_seed,
+        isolation=grown.isolation,
+        config=grown.config,
+        budget=grown.budget,
+        rng_seed=grown.rng_seed,
         slots=tuple(SavedSlot(slot.known_spec, slot.state) for _, slot in body.slot_items()),
         frozen=tuple(name for name, parameter in body.named_parameters() if not parameter.requires_grad),
     )
@@ -188,9 +190,7 @@ def save(
     for name, tensor in body.host.state_dict().items():  # a host is rebuilt in one dtype
         floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
         if model.host.kind is not None and floating and tensor.dtype != wanted:
-            raise CheckpointError(
-                f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all of a {model.host.kind} at once"
-            )
+            raise CheckpointError(f"host.{name} is of {tensor.dtype}, other weights of {wanted}: move all at once")
     write_stored(folder, MODEL, {"model": encoded}, _tensors(body))
 
 
@@ -248,10 +248,8 @@ def restore(checkpoint: Checkpoint, body: Body) -> None:
 def _check_fit(saved: SavedModel, body: Body, slots: Mapping[str, SeedSlot], where: str) -> None:
     given = _saved_host(body)
     if saved.host.kind is not None and (saved.host.kind, saved.host.config) != (given.kind, given.config):
-        raise CheckpointError(
-            f"{where} holds a {saved.host.kind} of {saved.host.config}, "
-            f"the given model a {given.class_name} of {given.config}"
-        )
+        model = f"the given model a {given.class_name} of {given.config}"
+        raise CheckpointError(f"{where} holds a {saved.host.kind} of {saved.host.config}, {model}")
     if list(slots) != list(saved.slot_ids):
         raise CheckpointError(f"{where} has slots {list(saved.slot_ids)}, the given model {list(slots)}")
     for entry in saved.slots:
@@ -281,9 +279,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _check_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
     missing, extra = sorted(set(targets) - set(given)), sorted(set(given) - set(targets))
     if missing or extra:
-        raise CheckpointError(
-            f"{where}: {MODEL.weights} lacks {missing}, and holds {extra}, which the model does not have"
-        )
+        raise CheckpointError(f"{where}: {MODEL.weights} lacks {missing}, and holds {extra}, unknown to the model")
     for name, target in targets.items():
         stored, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (given[name], target))
         if stored != expected:

@@ -32,15 +32,11 @@ def check_targets(logits: Tensor, targets: Tensor) -> None:
         given = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise BadValueError(f"the host returns {given}; class scores, one floating-point tensor, are needed")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
-        raise BadValueError(
-            f"targets of {targets.dtype} are no class indices (int64): train on them with losses(…, criterion=…); "
-            "accuracies, and so auditions and contributions, exist for classes alone"
-        )
+        remedy = "train on them with losses(…, criterion=…); only classes have accuracies, and so auditions"
+        raise BadValueError(f"targets of {targets.dtype} are no class indices (int64): {remedy}")
     if logits.dim() < 2 or logits.shape[:-1] != targets.shape:
-        raise BadValueError(
-            f"targets of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}: "
-            "scores (…, classes) need targets (…), with the classes in the last axis"
-        )
+        fit = f"targets of shape {tuple(targets.shape)} do not fit scores of shape {tuple(logits.shape)}"
+        raise BadValueError(f"{fit}: scores (…, classes) need targets (…), with the classes in the last axis")
 
 
 class RowScore(NamedTuple):
@@ -60,25 +56,6 @@ class RowScore(NamedTuple):
         return float(self.losses.double().mean())
 
 
-def paired_accuracy(row: RowScore, other: RowScore) -> Measurement:
-    """Accuracy of `row` minus that of `other` in points, with the paired error.
-
-    From discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
-    """
-    count = row.correct.numel()
-    won = float((row.correct & ~other.correct).sum()) / count
-    lost = float((other.correct & ~row.correct).sum()) / count
-    variance = max(0.0, won + lost - (won - lost) ** 2)
-    return Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count))
-
-
-def paired_loss(row: RowScore, other: RowScore) -> Measurement:
-    """Loss of `other` minus that of `row`, with the paired standard error."""
-    difference = (other.losses - row.losses).double()
-    error = float(difference.std()) / math.sqrt(difference.numel()) if difference.numel() > 1 else math.inf
-    return Measurement(float(difference.mean()), error)
-
-
 class PairedDifference(NamedTuple):
     """A seed's effect in points of accuracy and in loss; positive is better."""
 
@@ -87,8 +64,18 @@ class PairedDifference(NamedTuple):
 
 
 def paired_difference(row: RowScore, other: RowScore) -> PairedDifference:
-    """How much better `row` is than `other`."""
-    return PairedDifference(paired_accuracy(row, other), paired_loss(row, other))
+    """How much better `row` is than `other`, with paired standard errors.
+
+    That of the accuracy follows from discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
+    """
+    count = row.correct.numel()
+    won = float((row.correct & ~other.correct).sum()) / count
+    lost = float((other.correct & ~row.correct).sum()) / count
+    variance = max(0.0, won + lost - (won - lost) ** 2)
+    accuracy = Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count))
+    losses = (other.losses - row.losses).double()
+    error = float(losses.std()) / math.sqrt(count) if count > 1 else math.inf
+    return PairedDifference(accuracy, Measurement(float(losses.mean()), error))
 
 
 class Comparison(NamedTuple):
@@ -104,39 +91,38 @@ class Comparison(NamedTuple):
 
 
 @torch.no_grad()
-def score_row(
-    body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None, *, chunk: int = CHUNK
-) -> RowScore:
+def score_row(body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None) -> RowScore:
     """Score one row, calibrated on training inputs or, with None, by the running statistics."""
     statistics = None if calibration is None else body.calibrate(calibration, roles)
     correct, losses = [], []
-    for inputs, wanted in zip(x.split(chunk), targets.split(chunk), strict=True):
+    for inputs, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
         output = body.evaluate(inputs, roles, statistics)
         check_targets(output, wanted)
         counts = wanted.flatten() != IGNORED
         logits, classes = output.flatten(0, -2)[counts], wanted.flatten()[counts]
         if bool(((classes < 0) | (classes >= logits.shape[-1])).any()):
+            given = f"targets from {int(classes.min())} to {int(classes.max())}"
+            count = logits.shape[-1]
             raise BadValueError(
-                f"targets from {int(classes.min())} to {int(classes.max())} are no classes of a host with "
-                f"{logits.shape[-1]} scores; use {IGNORED} to ignore a target"
+                f"{given} are no classes of a host with {count} scores; use {IGNORED} to ignore a target"
             )
         correct.append(logits.argmax(-1) == classes)
         losses.append(F.cross_entropy(logits, classes.long(), reduction="none"))
     return RowScore(torch.cat(correct), torch.cat(losses))
 
 
-def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, chunk: int = CHUNK) -> Comparison:
+def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor) -> Comparison:
     """Audition every TRAINING seed and silence every acting one, against the main row."""
     _check_inputs(x, targets, calibration)
-    main = score_row(body, x, targets, {}, calibration, chunk=chunk)
-    deployed = score_row(body, x, targets, {}, None, chunk=chunk)
+    main = score_row(body, x, targets, {}, calibration)
+    deployed = score_row(body, x, targets, {}, None)
     comparison = Comparison(main, deployed, {}, {})
     for slot_id, slot in body.slot_items():
         if slot.state.stage is SeedStage.TRAINING:
-            row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration, chunk=chunk)
+            row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration)
             comparison.auditions[slot_id] = paired_difference(row, main)
         elif slot.state.stage in ACTIVE_STAGES:
-            row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration, chunk=chunk)
+            row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration)
             comparison.contributions[slot_id] = paired_difference(main, row)
     return comparison
 

@@ -35,15 +35,15 @@ class GateThresholds:
             raise BadValueError(f"strict {self.strict!r} is not True or False")
 
 
-def _verdict(conditions: list[tuple[bool, str]]) -> GateResult:
-    """Passed if all conditions hold; the score is the share that do."""
-    reasons = tuple(reason for holds, reason in conditions if not holds)
+def _verdict(conditions: Mapping[str, bool]) -> GateResult:
+    """Passed if all conditions hold, by what to say where one does not. The score is the share that hold."""
+    reasons = tuple(reason for reason, holds in conditions.items() if not holds)
     return GateResult(not reasons, 1 - len(reasons) / len(conditions), reasons)
 
 
-def _beyond_error(measured: Measurement | None, what: str) -> tuple[bool, str]:
+def _beyond_error(measured: Measurement | None, what: str) -> dict[str, bool]:
     shown = "not measured" if measured is None else f"{measured.value:.2f} ± {measured.error:.2f} points"
-    return measured is not None and measured.beyond_error, f"{what} is {shown}, not positive beyond its error"
+    return {f"{what} is {shown}, not positive beyond its error": measured is not None and measured.beyond_error}
 
 
 def gate_germinate(
@@ -51,62 +51,46 @@ def gate_germinate(
 ) -> GateResult:
     """G0: the slot is free, the blueprint fits, and the budget pays for seed and gate (None: no budget)."""
     cost = spec.count(slot.width) + gate_parameters(style, slot.width)
-    problem = spec.misfit(slot.width, slot.resolution)
-    return _verdict(
-        [
-            (stage is SeedStage.DORMANT, f"the slot is {stage.name}, not DORMANT"),
-            (problem is None, problem or ""),
-            (
-                budget_left is None or cost <= budget_left,
-                f"{spec.name!r} costs {cost} parameters, {budget_left} of the budget are left",
-            ),
-        ]
-    )
+    problem, paid = spec.misfit(slot.width, slot.resolution), budget_left is None or cost <= budget_left
+    conditions = {
+        f"the slot is {stage.name}, not DORMANT": stage is SeedStage.DORMANT,
+        problem or "the blueprint fits": problem is None,
+        f"{spec.name!r} costs {cost} parameters, {budget_left} of the budget are left": paid,
+    }
+    return _verdict(conditions)
 
 
 def gate_train(state: "SeedState", thresholds: GateThresholds) -> GateResult:
     """G1: always passes for a GERMINATED seed."""
-    return _verdict([(state.stage is SeedStage.GERMINATED, f"the stage is {state.stage.name}, not GERMINATED")])
+    return _verdict({f"the stage is {state.stage.name}, not GERMINATED": state.stage is SeedStage.GERMINATED})
 
 
 def gate_blend(state: "SeedState", thresholds: GateThresholds) -> GateResult:
     """G2: trained long enough, with measured and finite gradients."""
-    norm = state.gradient_norm
-    conditions = [
-        (
-            state.steps_in_stage >= thresholds.min_training_steps,
-            f"{state.steps_in_stage} steps in TRAINING, {thresholds.min_training_steps} are needed",
-        ),
-        (
-            norm is not None,
-            "its gradients were not measured: train it through a GrowingOptimizer or call observe_gradients()",
-        ),
-        (norm is None or math.isfinite(norm), "its last gradient was not finite"),
-    ]
-    if thresholds.strict:
-        conditions.append(_beyond_error(state.audition, "the audition"))
-    return _verdict(conditions)
+    norm, trained = state.gradient_norm, state.steps_in_stage >= thresholds.min_training_steps
+    unmeasured = "its gradients were not measured: train it through a GrowingOptimizer or call observe_gradients()"
+    conditions = {
+        f"{state.steps_in_stage} steps in TRAINING, {thresholds.min_training_steps} are needed": trained,
+        unmeasured: norm is not None,
+        "its last gradient was not finite": norm is None or math.isfinite(norm),
+    }
+    return _verdict(conditions | (_beyond_error(state.audition, "the audition") if thresholds.strict else {}))
 
 
 def gate_hold(state: "SeedState", thresholds: GateThresholds) -> GateResult:
     """G3: alpha is at its target."""
-    return _verdict(
-        [(state.controller.holding, f"alpha {state.alpha:.3f} is on its way to {state.controller.target:.3f}")]
-    )
+    ramp = state.controller
+    return _verdict({f"alpha {ramp.alpha:.3f} is on its way to {ramp.target:.3f}": ramp.holding})
 
 
 def gate_fossilize(state: "SeedState", thresholds: GateThresholds) -> GateResult:
     """G5: held long enough, with a measured contribution."""
-    conditions = [
-        (
-            state.steps_in_stage >= thresholds.min_holding_steps,
-            f"{state.steps_in_stage} steps in HOLDING, {thresholds.min_holding_steps} are needed",
-        ),
-        (state.contribution is not None, "its contribution was not measured: call measure() on validation data"),
-    ]
-    if thresholds.strict:
-        conditions.append(_beyond_error(state.contribution, "the contribution"))
-    return _verdict(conditions)
+    held = state.steps_in_stage >= thresholds.min_holding_steps
+    conditions = {
+        f"{state.steps_in_stage} steps in HOLDING, {thresholds.min_holding_steps} are needed": held,
+        "its contribution was not measured: call measure() on validation data": state.contribution is not None,
+    }
+    return _verdict(conditions | (_beyond_error(state.contribution, "the contribution") if thresholds.strict else {}))
 
 
 # The gate in front of each stage.

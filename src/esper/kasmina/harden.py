@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file, save_model
@@ -21,6 +21,9 @@ from esper.kasmina.slot import Body, Role, SeedSlot, SegmentedBody
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError
 from esper.storage.files import replace_folder, sync_to_disk
 
+if TYPE_CHECKING:
+    from esper.kasmina.model import MorphogeneticModel
+
 WEIGHTS, CONTENTS = "weights.safetensors", "contents.json"
 NETWORK, BLOCKS, PROGRAM = "network.py", "grown_blocks.py", "model.pt2"
 # What a folder that is replaced may hold; Python adds the last one when it imports the source.
@@ -28,15 +31,22 @@ WRITTEN = (WEIGHTS, NETWORK, BLOCKS, PROGRAM, CONTENTS, "__pycache__")
 
 
 def harden(
-    body: Body,
-    folder: Path | None = None,
+    model: "MorphogeneticModel",
+    folder: str | Path | None = None,
     *,
     keep: Sequence[str] = (),
     drop: Sequence[str] = (),
     calibration: Tensor | None = None,
     example: Tensor | None = None,
 ) -> nn.Module:
-    """As `MorphogeneticModel.harden`; in eval mode. A folder is replaced as a whole."""
+    """A plain torch module in eval mode, with the fossils built in. With a folder, also write files that load without
+    Esper; they replace what is there.
+
+    Name live seeds that are not fossils in `keep` or `drop`. Dropping an acting seed changes the activations behind
+    it, so the running statistics are recomputed from `calibration` (training inputs). An attached host is also
+    written as `model.pt2`, traced with the `example` input. The model itself does not change.
+    """
+    body = model.body
     keep, drop = ((names,) if isinstance(names, str) else tuple(names) for names in (keep, drop))
     growths = choose(body, keep, drop)
     statistics = _statistics_without(body, drop, calibration)
@@ -75,7 +85,7 @@ def harden(
             sync_to_disk(path)
 
     if folder is not None:
-        replace_folder(folder.resolve(), write, WRITTEN)
+        replace_folder(Path(folder).resolve(), write, WRITTEN)
     return network
 
 
@@ -105,10 +115,8 @@ def choose(body: Body, keep: Sequence[str], drop: Sequence[str]) -> list[Growth]
     }
     if undecided:
         listed = ", ".join(f"{name} ({stage.name})" for name, stage in undecided.items())
-        raise StageError(
-            f"these seeds are no fossils yet: {listed}. Fossilise them, or name each in drop= (omitted) "
-            "or keep= (built in at its present alpha)"
-        )
+        remedy = "Fossilise them, or name each in drop= (omitted) or keep= (built in at its present alpha)"
+        raise StageError(f"these seeds are no fossils yet: {listed}. {remedy}")
     return [
         Growth(name, slot.state.blueprint, slot.state.style, _strength(body, name, slot), slot.seed, slot.gate)
         for name, slot in slots.items()
@@ -136,10 +144,8 @@ def _statistics_without(body: Body, drop: Sequence[str], calibration: Tensor | N
     if not acting or not any(name.endswith("running_mean") for name, _ in body.host.named_buffers()):
         return {}
     if calibration is None:
-        raise BadValueError(
-            f"dropping {', '.join(acting)} changes the inputs of the layers behind, and so their running statistics: "
-            "pass calibration= (training inputs; 512 are enough)"
-        )
+        remedy = "pass calibration= (training inputs; 512 are enough)"
+        raise BadValueError(f"dropping {', '.join(acting)} changes running statistics: {remedy}")
     with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
         return body.calibrate(calibration, dict.fromkeys(drop, Role.SILENT))
 
@@ -156,10 +162,8 @@ def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: S
     count = count_parameters(network)
     expected = count_parameters(body.host) + sum(growth.parameters for growth in growths)
     if count != expected:
-        raise ExportError(
-            f"the hardened network has {count} parameters, but host and kept seeds have {expected}: "
-            "layers that share weights cannot be exported; give each its own"
-        )
+        remedy = "layers that share weights cannot be exported; give each its own"
+        raise ExportError(f"the hardened network has {count} parameters instead of {expected}: {remedy}")
     return text, network.eval()
 
 
@@ -217,6 +221,6 @@ def _write_program(network: nn.Module, example: Tensor | None, folder: Path) -> 
     except Exception as error:  # torch.export may raise anything; the other files are complete
         (folder / PROGRAM).unlink(missing_ok=True)
         reason = f"not written: torch.export cannot trace this network ({error})"
-        warnings.warn(f"{PROGRAM} was {reason}", stacklevel=6)
+        warnings.warn(f"{PROGRAM} was {reason}", stacklevel=5)
         return reason
     return PROGRAM

@@ -22,8 +22,8 @@ from esper.kasmina.layers import (
     named_statistics,
     write_statistics,
 )
-from esper.leyline import BadValueError, EsperError, HostMismatchError, SlotSpec, UnknownNameError, slot_id
-from esper.leyline.numbers import refuse
+from esper.leyline import BadValueError, EsperError, HostMismatchError, SlotSpec, slot_id
+from esper.leyline.numbers import refuse, require_known
 
 HostConfig = dict[str, int | bool | list[int]]  # constructor arguments of a built-in host, as JSON
 
@@ -50,8 +50,7 @@ class Host(nn.Module):
 
     def __init__(self, segments: Sequence[Segment], slots: Sequence[SlotSpec]) -> None:
         super().__init__()
-        names = [f"{index}: {type(part).__name__}" for index, part in enumerate(segments)]
-        wrong = [name for name, part in zip(names, segments, strict=True) if not isinstance(part, Segment)]
+        wrong = [f"{i}: {type(part).__name__}" for i, part in enumerate(segments) if not isinstance(part, Segment)]
         bad = [slot.slot_id for slot in slots if not slot.slot_id.isidentifier()]
         problems = {
             f"{type(self).__name__} has no segments; a host needs at least one": not segments,
@@ -89,10 +88,8 @@ class Host(nn.Module):
         except (EsperError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, TypeError) as error:
-            raise HostMismatchError(
-                f"segment {index} ({type(segment).__name__}) cannot run on what reaches it, shape {tuple(h.shape)} "
-                f"of {h.dtype}: {error}"
-            ) from error
+            label, given = f"segment {index} ({type(segment).__name__})", f"{h.dtype} of shape {tuple(h.shape)}"
+            raise HostMismatchError(f"{label} cannot run on {given}: {error}") from error
         return activation, statistics
 
     def config(self) -> HostConfig | None:
@@ -102,8 +99,7 @@ class Host(nn.Module):
     def slot_index(self, slot_id: str) -> int:
         """Index of the segment in front of the slot."""
         ids = [slot.slot_id for slot in self.slots]
-        if slot_id not in ids:
-            raise UnknownNameError("slot", slot_id, ids)
+        require_known("slot", slot_id, ids)
         return ids.index(slot_id)
 
 
@@ -117,11 +113,10 @@ def refuse_state(host: Host) -> None:
             or isinstance(layer, nn.RReLU)
         )
         if writes or draws:
+            fault = "writes running statistics" if writes else "draws random numbers"
             raise HostMismatchError(
-                f"segments.{name} of {type(host).__name__} is a {type(layer).__name__} that "
-                f"{'writes running statistics' if writes else 'draws random numbers'} by itself: "
-                "use esper.kasmina.layers.BatchNorm2d, GroupNorm or LayerNorm and no dropout, "
-                "or attach() for foreign networks"
+                f"segments.{name} of {type(host).__name__} is a {type(layer).__name__} that {fault} by itself: "
+                "use the norms of esper.kasmina.layers and no dropout, or attach() for foreign networks"
             )
 
 
@@ -196,22 +191,17 @@ class CNNHost(Host):
                 f"resolution {resolution} is too small for {pools} poolings by 2": resolution < 2**pools,
             }
         )
-        segments: list[Segment] = []
-        positions: list[tuple[str, int, int]] = []  # id, width and resolution
-        side, width_in = resolution, in_channels
+        segments, slots = list[Segment](), list[SlotSpec]()
+        side, width_in, total = resolution, in_channels, blocks + pools + 1
         for block, width in enumerate(channels):
             segments.append(ConvSegment(width_in, width, kernel_size, masked))
-            positions.append((slot_id(0, block), width, side))
+            slots.append(SlotSpec(slot_id(0, block), width, "image", len(segments) / total, side))
             if block < pools:
                 side //= 2
                 segments.append(PoolSegment())
-                positions.append((slot_id(1, block), width, side))
+                slots.append(SlotSpec(slot_id(1, block), width, "image", len(segments) / total, side))
             width_in = width
         segments.append(ClassifierSegment(width_in, classes))
-        slots = [
-            SlotSpec(name, width, "image", position=(index + 1) / len(segments), resolution=side)
-            for index, (name, width, side) in enumerate(positions)
-        ]
         super().__init__(segments, slots)
         sizes = {"kernel_size": kernel_size, "pools": pools, "classes": classes, "in_channels": in_channels}
         self._config = {"channels": list(channels), **sizes, "resolution": resolution, "masked": masked}

@@ -84,18 +84,13 @@ class Layer(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in numbers.items() if name != "training")
 
 
-def is_row_aware(module: nn.Module) -> bool:
-    """Whether all weights belong to row-aware layers."""
-    owners = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
-    return all(isinstance(part, Layer) for part in owners)
-
-
 class RowCall:
-    """Runs R networks at once: natively, or through `vmap` (slower) if it has foreign layers."""
+    """Runs R networks at once: natively, or through `vmap` (slower) if weights belong to foreign layers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.native = is_row_aware(module)
+        owners = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+        self.native = all(isinstance(part, Layer) for part in owners)
 
     def __call__(self, state: Mapping[str, Tensor], h: Tensor, *arguments: Any) -> Any:  # Any: what the module returns
         """Call with weights and buffers (R, …) and h (R, B, …)."""
@@ -132,7 +127,7 @@ class Conv2d(Layer):
             weight = weight * (self.mask if weight.dim() == 4 else self.mask[:, None, None])
         if weight.dim() == 4:
             return F.conv2d(x, weight, padding=self.kernel_size // 2, groups=self.groups)
-        if has_kernels(x) and self.groups == 1:
+        if has_kernels(x) and (self.groups == 1 or self.inputs == self.outputs):
             return self._cuda_rows(x, weight)
         rows = weight.shape[0]
         y = F.conv2d(fold_rows(x), weight.flatten(0, 1), padding=self.kernel_size // 2, groups=rows * self.groups)
@@ -142,28 +137,23 @@ class Conv2d(Layer):
         """Convolve rows on CUDA, where cuDNN runs most grouped convolutions row by row.
 
         It is fast only with as many channels in as out, and not for 1×1. So 1×1 uses a Triton kernel, and other
-        convolutions are padded with zero channels.
+        convolutions are padded with zero channels. A row that is not finite would reach its neighbours: cuDNN reads
+        zeros in its place, and its weights become NaN instead.
         """
         # Only CUDA builds include triton.
         from esper.kasmina.kernels.host_blocks import mix_channels, resize_channels
-
-        stored = x.permute(STORED["cuda"])  # channels are the last axis of memory
-        if self.kernel_size == 1:
-            return mix_channels(stored, weight.flatten(2)).permute(BACK["cuda"])
-        if self.inputs == self.outputs:
-            return self._cuda_same(x, weight)
-        size = max(self.inputs, self.outputs)
-        weight = F.pad(weight, (0, 0, 0, 0, 0, size - self.inputs, 0, size - self.outputs))
-        y = self._cuda_same(resize_channels(stored, size).permute(BACK["cuda"]), weight)
-        if self.outputs == size:
-            return y
-        return resize_channels(y.permute(STORED["cuda"]), self.outputs).permute(BACK["cuda"])
-
-    def _cuda_same(self, x: Tensor, weight: Tensor) -> Tensor:
         from esper.kasmina.kernels.rows import same_conv
 
-        rows = weight.shape[0]
-        return unfold_rows(same_conv(fold_rows(x), weight.flatten(0, 1), rows), rows)
+        stored, rows = x.permute(STORED["cuda"]), weight.shape[0]  # channels are the last axis of memory
+        if self.kernel_size == 1 and self.groups == 1:
+            return mix_channels(stored, weight.flatten(2)).permute(BACK["cuda"])
+        size, marks = max(self.inputs, self.outputs), weight.new_zeros(rows)
+        if self.inputs != self.outputs:
+            weight = F.pad(weight, (0, 0, 0, 0, 0, size - self.inputs, 0, size - self.outputs))
+        finite = resize_channels(stored, size, marks).permute(BACK["cuda"])
+        weight = weight + marks[:, None, None, None, None]
+        y = unfold_rows(same_conv(fold_rows(finite), weight.flatten(0, 1), rows * self.groups), rows)
+        return resize_channels(y.permute(STORED["cuda"]), self.outputs).permute(BACK["cuda"])
 
 
 class Linear(Layer):

@@ -21,7 +21,6 @@ from esper.leyline import (
     LIVE_STAGES,
     BadValueError,
     GateRefusedError,
-    GateResult,
     Measurement,
     SeedReport,
     SeedStage,
@@ -29,11 +28,10 @@ from esper.leyline import (
     SlotSpec,
     StageChange,
     StageError,
-    UnknownNameError,
     can_transition,
     mean_of,
 )
-from esper.leyline.numbers import require_share, require_whole
+from esper.leyline.numbers import require_known, require_share, require_whole
 
 MEASUREMENTS_KEPT = 2  # gates and features use the mean of these
 
@@ -100,50 +98,36 @@ class SeedState:
         return not self.controller.holding
 
 
-def evaluate_gate(state: SeedState, target: SeedStage, thresholds: GateThresholds) -> GateResult:
-    """Result of the gate in front of stage `target`."""
-    return GATES[target](state, thresholds)
-
-
 def germinate(
-    state: SeedState, blueprint: str, *, style: str = "add", tempo: int = 3, alpha_target: float = 1.0
-) -> SeedState:
-    """Put a new seed into a dormant slot."""
-    if style not in BLEND_STYLES:
-        raise UnknownNameError("blending style", style, BLEND_STYLES)
-    require_whole("tempo", tempo, 0, remark="; it is the number of steps of the first ramp")
-    require_share("alpha_target", alpha_target)
-    if state.stage is not SeedStage.DORMANT:
-        alive = state.stage in LIVE_STAGES
-        holder = f"holds a {state.blueprint!r} seed" if alive else f"rests for {state.cooldown} more ticks"
-        raise SlotOccupiedError(f"slot {state.slot_id!r} {holder} ({state.stage.name}); germinate in a DORMANT one")
-    germinations = state.germinations + 1
-    return SeedState(
-        state.slot_id, SeedStage.GERMINATED, blueprint, style, tempo, alpha_target, germinations=germinations
-    )
-
-
-def sow(
     state: SeedState,
     slot: SlotSpec,
     blueprint: str,
-    config: LifecycleConfig,
     *,
     style: str = "add",
     tempo: int = 3,
     alpha_target: float = 1.0,
     budget_left: int | None = None,
 ) -> SeedState:
-    """Germinate a registered blueprint if it fits the slot and the budget (None: unlimited)."""
+    """Put a new seed into a dormant slot, if the blueprint fits it and the budget (None: unlimited)."""
     spec = BlueprintRegistry.spec(slot.topology, blueprint)
-    sown = germinate(state, blueprint, style=style, tempo=tempo, alpha_target=alpha_target)
+    require_known("blending style", style, BLEND_STYLES)
+    require_whole("tempo", tempo, 0, remark="; it is the number of steps of the first ramp")
+    require_share("alpha_target", alpha_target)
+    if state.stage is not SeedStage.DORMANT:
+        alive = state.stage in LIVE_STAGES
+        holder = f"holds a {state.blueprint!r} seed" if alive else f"rests for {state.cooldown} more ticks"
+        raise SlotOccupiedError(f"slot {state.slot_id!r} {holder} ({state.stage.name}); germinate in a DORMANT one")
     verdict = gate_germinate(state.stage, spec, slot, style, budget_left)
     if not verdict.passed:
         raise GateRefusedError(f"slot {slot.slot_id!r} may not germinate {blueprint!r}: " + "; ".join(verdict.reasons))
-    if config.act_from_birth:
-        acting = enter(enter(sown, SeedStage.TRAINING), SeedStage.BLENDING)
-        return replace(acting, controller=acting.controller.retarget(alpha_target, 0))
-    return sown
+    number, stage = state.germinations + 1, SeedStage.GERMINATED
+    return SeedState(state.slot_id, stage, blueprint, style, tempo, alpha_target, germinations=number)
+
+
+def act_at_once(state: SeedState) -> SeedState:
+    """Let a newborn act in the main row at its full alpha."""
+    acting = enter(enter(state, SeedStage.TRAINING), SeedStage.BLENDING)
+    return replace(acting, controller=state.controller.retarget(state.alpha_target, 0))
 
 
 def advance(state: SeedState, config: LifecycleConfig) -> SeedState:
@@ -156,11 +140,11 @@ def advance(state: SeedState, config: LifecycleConfig) -> SeedState:
         raise StageError(f"slot {state.slot_id!r} cannot advance from {state.stage.name}: {remedy}")
     if state.pruning:
         raise StageError(f"slot {state.slot_id!r} is being pruned; it cannot advance")
-    verdict = evaluate_gate(state, target, config.thresholds)
+    verdict = GATES[target](state, config.thresholds)
     if not verdict.passed:
+        reasons = "; ".join(verdict.reasons)
         raise GateRefusedError(
-            f"slot {state.slot_id!r} may not go from {state.stage.name} to {target.name} yet: "
-            + "; ".join(verdict.reasons)
+            f"slot {state.slot_id!r} may not go from {state.stage.name} to {target.name} yet: {reasons}"
         )
     moved = enter(state, target)
     if target is SeedStage.BLENDING:
@@ -202,13 +186,10 @@ def prune(state: SeedState, config: LifecycleConfig, *, steps: int = 0, curve: s
         why = "a fossil is permanent" if state.stage is SeedStage.FOSSILIZED else "there is no seed in it"
         raise StageError(f"slot {state.slot_id!r} cannot be pruned in {state.stage.name}: {why}")
     require_whole("steps", steps, 0, remark="; it is the length of the ramp, 0 to cut at once")
-    if curve not in ALPHA_CURVES:
-        raise UnknownNameError("alpha curve", curve, ALPHA_CURVES)
-    if state.stage is SeedStage.TRAINING and state.steps_in_stage < config.min_prune_age:
-        raise GateRefusedError(
-            f"slot {state.slot_id!r} has trained for {state.steps_in_stage} steps; "
-            f"it may be pruned after {config.min_prune_age}"
-        )
+    require_known("alpha curve", curve, ALPHA_CURVES)
+    age, least = state.steps_in_stage, config.min_prune_age
+    if state.stage is SeedStage.TRAINING and age < least:
+        raise GateRefusedError(f"slot {state.slot_id!r} has trained for {age} steps; it may be pruned after {least}")
     if state.ramping:
         raise StageError(f"slot {state.slot_id!r} is on a ramp; it can be pruned when alpha holds")
     if steps == 0 or state.alpha == 0.0:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import checkpoint, lifecycle
 from esper.kasmina.compare import Comparison, compare, cross_entropy
-from esper.kasmina.harden import harden
+from esper.kasmina.harden import harden as harden_model
 from esper.kasmina.hosts import Host
 from esper.kasmina.layers import count_parameters
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
@@ -23,10 +23,9 @@ from esper.leyline import (
     SeedReport,
     SeedStage,
     StageChange,
-    UnknownNameError,
     derive_seed,
 )
-from esper.leyline.numbers import refuse, require_whole
+from esper.leyline.numbers import refuse, require_known, require_whole
 
 RECOMPILE_LIMIT = 128  # graphs per model: a seed needs a few during its life, and the default of torch is eight in all
 
@@ -42,8 +41,7 @@ class Follower(Protocol):
 
 def check_settings(isolation: Isolation, config: LifecycleConfig | None, budget: int | None, rng_seed: int) -> None:
     """Raise if a model with these settings could not be saved and loaded."""
-    if isolation not in ISOLATIONS:
-        raise UnknownNameError("isolation", isolation, ISOLATIONS)
+    require_known("isolation", isolation, ISOLATIONS)
     if config is not None and not isinstance(config, LifecycleConfig):
         raise BadValueError(f"config is a {type(config).__name__}; pass a LifecycleConfig, or None for the default")
     if budget is not None:
@@ -128,7 +126,8 @@ class MorphogeneticModel(nn.Module):
 
         No parameter is in two of them: call `sum(losses.values()).backward()`.
         """
-        training = [] if self.isolation == "straight_through" else self._in_stage(SeedStage.TRAINING)
+        slots = self.body.slot_items() if self.isolation == "shadow" else ()
+        training = [slot_id for slot_id, slot in slots if slot.state.stage is SeedStage.TRAINING]
         output, taps = self.body.main(x, self.training, training)
         losses = {"main": criterion(output, targets)}
         for slot_id in training:
@@ -158,16 +157,10 @@ class MorphogeneticModel(nn.Module):
         """Plant a seed in a dormant slot. Its first ramp takes `tempo` steps to `alpha_target`."""
         slot = self.body.slot(slot_id)
         left = None if self.budget is None else self.budget - self.grown_parameter_count
-        state = lifecycle.sow(
-            slot.state,
-            slot.spec,
-            blueprint,
-            self.config,
-            style=style,
-            tempo=tempo,
-            alpha_target=alpha_target,
-            budget_left=left,
+        state = lifecycle.germinate(
+            slot.state, slot.spec, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
+        state = lifecycle.act_at_once(state) if self.config.act_from_birth else state
         before = slot.state.stage
         slot.plant(state, derive_seed(self.rng_seed, slot_id, state.germinations), like=self.body.like(slot_id))
         slot.train(self.training)
@@ -231,12 +224,9 @@ class MorphogeneticModel(nn.Module):
 
     # -- what is in it ------------------------------------------------------------------------------------------------
 
-    def _in_stage(self, *stages: SeedStage) -> list[str]:
-        return [slot_id for slot_id, slot in self.body.slot_items() if slot.state.stage in stages]
-
     def live_slots(self) -> list[str]:
         """Slots that hold a seed."""
-        return self._in_stage(*LIVE_STAGES)
+        return [slot_id for slot_id, slot in self.body.slot_items() if slot.state.stage in LIVE_STAGES]
 
     def reports(self) -> tuple[SeedReport, ...]:
         """All slots as a controller sees them."""
@@ -276,14 +266,7 @@ class MorphogeneticModel(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint, weights as safetensors and the rest as JSON. Replaces the one in `folder`."""
-        checkpoint.save(
-            Path(folder),
-            self.body,
-            isolation=self.isolation,
-            config=self.config,
-            budget=self.budget,
-            rng_seed=self.rng_seed,
-        )
+        checkpoint.save(Path(folder), self)
 
     @classmethod
     def load(cls, folder: str | Path, model: "MorphogeneticModel | None" = None) -> "MorphogeneticModel":
@@ -310,20 +293,4 @@ class MorphogeneticModel(nn.Module):
         self.budget, self.rng_seed = saved.budget, saved.rng_seed
         self._notify()
 
-    def harden(
-        self,
-        folder: str | Path | None = None,
-        *,
-        keep: Sequence[str] = (),
-        drop: Sequence[str] = (),
-        calibration: Tensor | None = None,
-        example: Tensor | None = None,
-    ) -> nn.Module:
-        """A plain torch module with the fossils built in. With a folder, also write files that load without Esper.
-
-        Name live seeds that are not fossils in `keep` or `drop`. Dropping an acting seed changes the activations behind
-        it, so the running statistics are recomputed from `calibration` (training inputs). An attached host is also
-        written as `model.pt2`, traced with the `example` input. The model itself does not change.
-        """
-        path = None if folder is None else Path(folder)
-        return harden(self.body, path, keep=keep, drop=drop, calibration=calibration, example=example)
+    harden = harden_model

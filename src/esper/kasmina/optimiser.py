@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from esper.kasmina.model import MorphogeneticModel
-from esper.leyline import BadValueError, CheckpointError, UnknownNameError
-from esper.leyline.numbers import require_positive
+from esper.leyline import BadValueError, CheckpointError
+from esper.leyline.numbers import require_known, require_positive
 
 HOST = "host"
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -32,10 +32,8 @@ class GrowingOptimizer:
         clip_norm: float | None = None,
     ) -> None:
         if not callable(getattr(model, "follow", None)):  # a compiled model has it too
-            raise BadValueError(
-                f"GrowingOptimizer follows a MorphogeneticModel, not {type(model).__name__}: "
-                "wrap it first, with attach(model, slots)"
-            )
+            remedy = "wrap it first, with attach(model, slots)"
+            raise BadValueError(f"GrowingOptimizer follows a MorphogeneticModel, not {type(model).__name__}: {remedy}")
         if clip_norm is not None:
             require_positive("clip_norm", clip_norm, remark="; None disables clipping")
         self.model = model
@@ -43,18 +41,13 @@ class GrowingOptimizer:
         self.seed_options = dict(seed_options or {})
         self.wrapped = make(list(model.host_parameters()))
         if not isinstance(self.wrapped, torch.optim.Optimizer):
-            raise BadValueError(
-                f"make() returned {type(self.wrapped).__name__}; it must build a torch optimiser of these parameters"
-            )
-        if len(self.wrapped.param_groups) != 1:
-            raise BadValueError(
-                f"make() put the host's parameters into {len(self.wrapped.param_groups)} groups, so it is not clear "
-                "whose settings a seed takes: use one group, as in lambda p: torch.optim.AdamW(p, lr=1e-3)"
-            )
+            raise BadValueError(f"make() returned {type(self.wrapped).__name__}; it must build a torch optimiser")
+        if (count := len(self.wrapped.param_groups)) != 1:
+            remedy = "use one group, as in lambda p: torch.optim.AdamW(p, lr=1e-3), whose settings seeds take"
+            raise BadValueError(f"make() put the host's parameters into {count} groups: {remedy}")
         settings = [key for key in self.wrapped.param_groups[0] if key != "params"]
         for key in self.seed_options:
-            if key not in settings:
-                raise UnknownNameError(f"setting of {type(self.wrapped).__name__} in seed_options", key, settings)
+            require_known(f"setting of {type(self.wrapped).__name__} in seed_options", key, settings)
         self.wrapped.param_groups[0]["name"] = HOST
         model.follow(self)
 
@@ -96,10 +89,8 @@ class GrowingOptimizer:
             for groups in (state.get("param_groups", []), self.wrapped.param_groups)
         )
         if saved != present:
-            raise CheckpointError(
-                f"the state has groups (name, parameters) {saved}, the model has {present}: "
-                "load the model that was saved with it first, then its optimiser"
-            )
+            remedy = "load the model that was saved with it first, then its optimiser"
+            raise CheckpointError(f"the state has groups (name, parameters) {saved}, the model has {present}: {remedy}")
         self.wrapped.load_state_dict(state)
 
     def step(self) -> dict[str, float]:

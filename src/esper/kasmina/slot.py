@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blending import BlendGate, blend, make_gate, straight_through
+from esper.kasmina.blending import BlendGate, blend, straight_through
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.hosts import Host, refuse_state
 from esper.kasmina.layers import Statistics, count_parameters, named_statistics, write_statistics
@@ -29,8 +29,8 @@ from esper.leyline import (
     SeedStage,
     SlotSpec,
     Topology,
-    UnknownNameError,
 )
+from esper.leyline.numbers import require_known
 
 Isolation = Literal["shadow", "straight_through"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
@@ -73,10 +73,8 @@ class SeedSlot(nn.Module):
     def spec(self) -> SlotSpec:
         """What passes here; an error before it is known."""
         if self.known_spec is None:
-            raise GateRefusedError(
-                f"what passes slot {self.state.slot_id!r} is not known yet: run one forward pass, "
-                "or pass example= to attach()"
-            )
+            remedy = "run one forward pass, or pass example= to attach()"
+            raise GateRefusedError(f"what passes slot {self.state.slot_id!r} is not known yet: {remedy}")
         return self.known_spec
 
     def forward(self, h: Tensor, conductance: Tensor | float = 1.0) -> Tensor:
@@ -86,10 +84,8 @@ class SeedSlot(nn.Module):
             return h
         spec = self.spec
         if TOPOLOGY_OF_AXES.get(h.dim()) != spec.topology or h.shape[WIDTH_AXIS[spec.topology]] != spec.width:
-            raise HostMismatchError(
-                f"slot {spec.slot_id!r} expects {spec.topology} of width {spec.width}, "
-                f"but a tensor of shape {tuple(h.shape)} passes there"
-            )
+            expected = f"{spec.topology} of width {spec.width}"
+            raise HostMismatchError(f"slot {spec.slot_id!r} expects {expected}, not a tensor of shape {tuple(h.shape)}")
         if effect == "blend":
             return blend(h, self.seed(h), self.alpha * conductance, self.state.style, self.gate)
         full = blend(h.detach(), self.seed(h.detach()), conductance, self.state.style, self.gate)
@@ -108,7 +104,7 @@ class SeedSlot(nn.Module):
             self.seed = BlueprintRegistry.build(
                 self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
             )
-            self.gate = make_gate(state.style, self.spec)
+            self.gate = BlendGate(self.spec.width, self.spec.topology) if state.style == "gate" else None
         self.to(device=like.device, dtype=like.dtype)
         self.settle(state)
 
@@ -159,8 +155,7 @@ class Body(nn.Module):
     def slot(self, slot_id: str) -> SeedSlot:
         """The slot with that id."""
         slots = dict(self.slot_items())
-        if slot_id not in slots:
-            raise UnknownNameError("slot", slot_id, slots)
+        require_known("slot", slot_id, slots)
         return slots[slot_id]
 
     def like(self, slot_id: str) -> Tensor:

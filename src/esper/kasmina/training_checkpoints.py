@@ -50,10 +50,8 @@ def split_state(state: State, name: str, tensors: dict[str, Tensor]) -> Json:
         return {"float": str(state)}
     if state is None or type(state) in (bool, int, float, str):
         return state
-    raise CheckpointError(
-        f"{name} is a {type(state).__name__}; a checkpoint holds tensors, numbers, strings, None, and lists, tuples "
-        "and dicts of them"
-    )
+    allowed = "tensors, numbers, strings, None, and lists, tuples and dicts of them"
+    raise CheckpointError(f"{name} is a {type(state).__name__}; a checkpoint holds {allowed}")
 
 
 def join_state(encoded: Json, tensors: dict[str, Tensor]) -> State:
@@ -160,9 +158,7 @@ class TrainingCheckpoints:
             return 0
         saved_model, saved, random, states = stored
         if set(states) != set(parts):
-            raise CheckpointError(
-                f"{self.series.folder} was saved with parts {sorted(states)}, not {sorted(parts)}: pass the same"
-            )
+            raise CheckpointError(f"{self.series.folder} has parts {sorted(states)}, not {sorted(parts)}; pass those")
         saved.machine.warn_of_differences()
         model.restore(saved_model)
         for name, part in parts.items():

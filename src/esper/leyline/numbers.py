@@ -2,10 +2,12 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeGuard
 
-from esper.leyline.errors import BadValueError, EsperError
+from esper.leyline.errors import BadValueError, EsperError, UnknownNameError
+
+CLAIM_SEEDS = 5  # training seeds below which a difference between policies is a report and no claim
 
 
 def refuse(problems: Mapping[str, bool], error: type[EsperError] = BadValueError) -> None:
@@ -36,6 +38,12 @@ def require_positive(name: str, value: object, *, remark: str = "") -> None:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_known(kind: str, name: object, known: Collection[object]) -> None:
+    """Raise unless `name` is one of those that are known."""
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
@@ -13,6 +13,7 @@ from esper.leyline.errors import BadValueError
 from esper.leyline.outcomes import Measurement
 
 Json = Any  # parsed JSON, or what will become JSON
+NOT_FINITE = ("nan", "inf", "-inf")  # how floats that JSON lacks are written
 
 
 def refuse_constant(name: str) -> Json:
@@ -32,13 +33,24 @@ def config_checksum(content: Mapping[str, Json]) -> str:
     return checksum({name: value for name, value in content.items() if name != "checksum"} | {"config": config})
 
 
+def flatten(
+    content: Mapping[str, Json], separator: str = "/", skip: Collection[str] = ()
+) -> Iterator[tuple[str, Json]]:
+    """Yield the values of nested objects by their paths, `outer/inner`. Keys in `skip` are omitted at every level."""
+    for name, value in content.items():
+        if name not in skip and isinstance(value, Mapping):
+            yield from ((f"{name}{separator}{path}", leaf) for path, leaf in flatten(value, separator, skip))
+        elif name not in skip:
+            yield name, value
+
+
 def printable(text: str) -> str:
     """Text with control characters escaped, so that no log can send commands to a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def encode(value: Json) -> Json:
-    """Convert to plain JSON. Floats that JSON lacks become the strings 'inf', '-inf' and 'nan'."""
+    """Convert to plain JSON. Floats that JSON lacks become the words of `NOT_FINITE`."""
     if is_dataclass(value) and not isinstance(value, type):
         return encode(asdict(value))
     if isinstance(value, dict):
@@ -54,7 +66,8 @@ def decode(hint: Any, value: Json, where: str) -> Any:  # Any: a type, and a val
     """Convert JSON to the type `hint`. Objects must have exactly the fields of their dataclass; a bool is no int."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        return None if value is None else decode(next(h for h in inner if h is not NoneType), value, where)
+        kinds = [kind for kind in inner if kind is not NoneType]  # of two, the second is a tuple
+        return None if value is None else decode(kinds[-1] if isinstance(value, list) else kinds[0], value, where)
     if origin is tuple and isinstance(value, list) and (inner[-1] is Ellipsis or len(inner) == len(value)):
         hints = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         items = zip(hints, value, strict=True)
@@ -65,7 +78,7 @@ def decode(hint: Any, value: Json, where: str) -> Any:  # Any: a type, and a val
         return _decode_object(hint, value, where)
     if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, Enum) and value in hint.__members__:
         return hint[value]
-    if hint is float and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
+    if hint is float and (type(value) in (int, float) or value in NOT_FINITE):
         return float(value)
     if (origin is Literal and value in inner) or type(value) is (origin or hint):
         return value

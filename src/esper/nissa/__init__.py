@@ -3,6 +3,7 @@
 from esper.nissa.catalogue import find_metric
 from esper.nissa.events import (
     AlarmRaised,
+    CompileFailed,
     EpisodeEnded,
     Event,
     Panicked,
@@ -20,6 +21,7 @@ from esper.nissa.sinks import SinkSettings
 
 __all__ = [
     "AlarmRaised",
+    "CompileFailed",
     "EpisodeEnded",
     "Event",
     "Hub",

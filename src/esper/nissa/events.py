@@ -5,17 +5,17 @@
 | StageChanged, Panicked, SeedSuspected, EpisodeEnded | stage, panic, suspect, episode | `events.jsonl` |
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
-| RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
+| RunBegun, RunResumed, RunEnded, CompileFailed | begun, resumed, ended, compile_failed | `sessions.jsonl` |
 
 The first two files depend only on the seed, apart from the seconds that a round took: a run that was killed and resumed
-writes the same as one that never stopped. The third holds what depends on the clock.
+writes the same as one that never stopped. The third holds what depends on the clock or the machine.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from esper.leyline.records import Json, encode
+from esper.leyline.records import NOT_FINITE, Json, encode, flatten
 
 Severity = Literal["info", "warning", "critical"]
 
@@ -130,7 +130,8 @@ class RoundMeasured:
 
     def numbers(self) -> dict[str, float]:
         """All numbers by path (`outer/inner`), including NaN and infinities."""
-        return dict(_numbers("", self.values))
+        leaves = flatten(self.values)
+        return {name: float(value) for name, value in leaves if isinstance(value, int | float) or value in NOT_FINITE}
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,17 @@ class RunEnded:
     dropped: int  # events that sinks missed
 
 
-Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded
+@dataclass(frozen=True)
+class CompileFailed:
+    """`torch.compile` failed; the run continues in eager mode."""
+
+    kind: ClassVar[str] = "compile_failed"
+    time: str
+    round: int
+    why: str  # the compiler's error
+
+
+Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded | CompileFailed
 
 
 def as_line(event: Event) -> dict[str, Json]:
@@ -172,11 +183,3 @@ def as_line(event: Event) -> dict[str, Json]:
     line = {"kind": event.kind} | {field.name: getattr(event, field.name) for field in fields(event)}
     # An alarm may be about a number that JSON lacks. In other events such a number is a fault, which the log refuses.
     return dict(encode(line)) if isinstance(event, AlarmRaised) else line
-
-
-def _numbers(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(f"{prefix}{name}/", value)
-        elif isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
-            yield f"{prefix}{name}", float(value)

@@ -117,20 +117,13 @@ class ObservationNormalizer:
 
 
 class RewardNormalizer:
-    """Divides rewards, uncentred, by the deviation of their task's discounted returns, once these have differed."""
+    """Divides rewards, uncentred, by the deviation of their discounted returns, once these have differed."""
 
-    def __init__(
-        self, n_envs: int, gamma: float, tasks: Tensor | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        """`tasks` (n_envs,): the task of each env, 0 … K−1; None: one task."""
+    def __init__(self, n_envs: int, gamma: float) -> None:
         require_whole("n_envs", n_envs, 1)
         require_share("gamma", gamma)
-        self.gamma = gamma
-        self.tasks = (torch.zeros(n_envs, dtype=torch.long) if tasks is None else tasks).to(device)
-        if self.tasks.shape != (n_envs,):
-            raise BadValueError(f"tasks of shape {tuple(self.tasks.shape)} for {n_envs} envs; each needs one")
-        self.statistics = RunningMeanStd(int(self.tasks.max()) + 1, device=device)
-        self.returns = torch.zeros(n_envs, dtype=torch.float64, device=device)
+        self.gamma, self.statistics = gamma, RunningMeanStd(1)
+        self.returns = torch.zeros(n_envs, dtype=torch.float64)
 
     def __call__(self, rewards: Tensor, done: Tensor) -> Tensor:
         """Update with one step's rewards and episode ends, (n_envs,) both. Returns the scaled rewards."""
@@ -138,11 +131,11 @@ class RewardNormalizer:
             shapes = tuple(rewards.shape), tuple(done.shape)
             raise BadValueError(f"rewards and done of shapes {shapes}; wanted {tuple(self.returns.shape)} for both")
         self.returns = self.returns * self.gamma + rewards.double()
-        self.statistics.update_by(self.returns, self.tasks)
+        self.statistics.update(self.returns.unsqueeze(1))
         self.returns = self.returns.where(~done, 0.0)
         mean, var = self.statistics.mean, self.statistics.var
         differed = var > VARIANCE_FLOOR * mean.square()  # relative, so that tiny rewards are scaled like others
-        scale = var.sqrt().where(differed, 1.0)[self.tasks]
+        scale = var.sqrt().where(differed, 1.0)
         return (rewards.double() / scale).clamp(-CLIP, CLIP).to(rewards.dtype)
 
 

@@ -24,10 +24,10 @@ from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.evaluation.arena import MakePolicy, SideBySide, divide, hardened, open_arena
 from esper.simic.evaluation.workers import RunAll, run_with
-from esper.simic.evaluation.yardsticks import extensions, one_seed_plans, plan_policy
+from esper.simic.evaluation.yardsticks import extensions, plan_policy
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import check_device, host_seed
-from esper.storage.files import replace_file
+from esper.storage.files import check_writable, replace_file
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan
 from esper.tamiyo.policies.heuristic import OFFER_CHOICES
 from esper.tamiyo.policies.open_loop import MAX_SEEDS
@@ -132,7 +132,7 @@ SHARES = (0.5, 0.2, 0.1)  # shares of the episodes for plans of one, two and thr
 
 def search_schedule(search: Search[Plan], task: Task) -> tuple[Plan, float]:
     """The best plan and its mean objective; waiting, at 0 points, if no plan gains."""
-    if not (plans := one_seed_plans(task)):
+    if not (plans := extensions(Plan(), task)):
         raise BadValueError(f"task {task.name!r}: its budget of {task.parameter_budget} parameters allows no seed")
     finalists = search.halve("one seed", plans, int(SHARES[0] * search.budget))[:2]
     best = finalists[0]
@@ -158,10 +158,10 @@ def search_heuristic(search: Search[HeuristicConfig], task: Task) -> tuple[Heuri
     """The best configuration and its mean objective. The default one is among the first and in the final."""
     default, draws, rng = HeuristicConfig(), ranges(task), search.rng("configurations")
     share = int(RANDOM_SHARE * search.budget)
-    first = _collect(lambda: _build({name: draw(rng) for name, draw in draws.items()}), {default}, _affordable(share))
+    first = _collect(lambda: _build({name: draw(rng) for name, draw in draws.items()}), {default}, share)
     drawn = search.halve("random", [default, *first], share)
     share = int(NEAR_SHARE * search.budget)
-    near = _collect(lambda: vary(drawn[0], draws, rng), set(search.objectives), _affordable(share))
+    near = _collect(lambda: vary(drawn[0], draws, rng), set(search.objectives), share)
     varied = search.halve("near the best", near, share)
     return search.decide(list(dict.fromkeys((default, *drawn[:2], varied[0]))))
 
@@ -199,14 +199,10 @@ def _build(values: dict[str, Any]) -> HeuristicConfig:  # Any: fields by name
     return HeuristicConfig(**{**values, "trial": max(values["trial"], values["training_steps"])})
 
 
-def _affordable(episodes: int) -> int:
-    # Number of candidates that a first rung can run on all its hosts.
-    return max(1, int(FIRST_SHARE * episodes) // FIRST_HOSTS)
-
-
-def _collect(make: Callable[[], HeuristicConfig], known: set[HeuristicConfig], count: int) -> list[HeuristicConfig]:
+def _collect(make: Callable[[], HeuristicConfig], known: set[HeuristicConfig], episodes: int) -> list[HeuristicConfig]:
+    """As many new configurations as a first rung with these episodes can run on all its hosts."""
     configs: list[HeuristicConfig] = []
-    while len(configs) < count:
+    while len(configs) < max(1, int(FIRST_SHARE * episodes) // FIRST_HOSTS):
         if (config := make()) not in known and config not in configs:
             configs.append(config)
     return configs
@@ -320,8 +316,7 @@ def check_free(path: Path) -> None:
     """Raise unless a tuned file can be written here; checked before the search, which may take an hour."""
     if path.exists():
         raise BadValueError(f"{path} exists, and an evaluation may have used it; choose another --out")
-    if not path.resolve().parent.is_dir():
-        raise BadValueError(f"{path} cannot be written: there is no folder {path.parent}")
+    check_writable(path)
 
 
 def write_tuned(path: Path, tuned: Tuned) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from esper.leyline.errors import BadValueError, StorageError
 from esper.storage.locks import acquire, release
@@ -33,6 +34,21 @@ def storage_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error)
         raise StorageError(f"{target} cannot be written ({why}); make room there, or make it writable") from error
+
+
+def check_writable(target: Path) -> None:
+    """Raise unless a file can be written here, for callers that work for long before they write it."""
+    folder = target.resolve().parent
+    if not folder.is_dir():
+        raise BadValueError(f"{target} cannot be written: there is no folder {target.parent}")
+    try:
+        with TemporaryDirectory(prefix=f".{target.name}.", dir=folder):  # permissions alone do not tell
+            pass
+    except OSError as error:
+        raise BadValueError(f"{target} cannot be written: {error.strerror}; name another file") from None
+    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        why = "write-protected" if target.is_file() else "no file"
+        raise BadValueError(f"{target} cannot be written: it is {why}; name another file")
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None], names: Collection[str]) -> None:
@@ -78,9 +94,9 @@ def existing_folder(folder: Path) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
-def free_path(path: Path) -> Path:
+def free_path(path: Path, separator: str = ".", first: int = 1) -> Path:
     """The path; or, if it exists, the first of <path>.1, <path>.2, … that does not."""
-    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    numbered = (path.with_name(f"{path.name}{separator}{number}") for number in count(first))
     return next(each for each in chain([path], numbered) if not each.exists())
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig, UnknownNameError
-from esper.leyline.numbers import require_whole
+from esper.leyline import BadValueError, LifecycleOp, SeedStage, SlotConfig
+from esper.leyline.numbers import require_known, require_whole
 from esper.tamiyo.signals import CriticView, HostView, OfferView, SlotView, TrainingSignals
 
 
@@ -47,8 +47,8 @@ class ObservationLayout:
         return sum(self.sizes)
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of the host's columns (…, columns) of flat observations (…, size), of those of slots (…, S, columns),
-        of offers (…, S, B, columns), and of the critic, which are hidden from the actor."""
+        """Views into flat observations (…, size): the columns of the host (…, columns), of slots (…, S, columns), of
+        offers (…, S, B, columns), and of the critic (…, columns). The actor does not see the last."""
         host, slots, offers, critic = flat.split(self.sizes, -1)
         slots = slots.unflatten(-1, (self.slots, len(self.slot)))
         return host, slots, offers.unflatten(-1, (self.slots, self.blueprints, len(self.offer))), critic
@@ -255,6 +255,6 @@ def fill_in_control_end(features: Tensor, layout: ObservationLayout, control_end
 
 def _evaluate(columns: Columns[V], names: tuple[str, ...], view: V) -> Tensor:
     """(…, names)"""
-    if unknown := [name for name in names if name not in columns]:
-        raise UnknownNameError("column", unknown[0], columns)
+    for name in names:
+        require_known("column", name, columns)
     return torch.stack([columns[name](view).float() for name in names], -1)

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, HeadPreset, LifecycleOp, SlotConfig, UnknownNameError
-from esper.leyline.numbers import require_whole
+from esper.leyline import BadValueError, HeadPreset, LifecycleOp, SlotConfig
+from esper.leyline.numbers import require_known, require_whole
 
 ILLEGAL = -1e30
 """Logit and log-prob of illegal choices: their probability is exactly 0, and 0 times this is 0. (Its square is not.)"""
@@ -124,17 +124,14 @@ class ActionTable:
         require_whole(f"head {head.name!r}: size", head.size, 1)
         if head.placeholder not in range(head.size):
             raise BadValueError(f"head {head.name!r}: placeholder {head.placeholder} is none of {head.size} choices")
-        if head.kind not in get_args(HeadKind):
-            raise UnknownNameError(f"kind of head {head.name!r}", head.kind, get_args(HeadKind))
+        require_known(f"kind of head {head.name!r}", head.kind, get_args(HeadKind))
         if head.kind == "offer" and all(other.kind != "pointer" for other in earlier):
             raise BadValueError(f"head {head.name!r} compares offers in a slot; put a pointer head before it")
         if head.matters is not None and len(head.matters) != self.heads[0].size:
-            raise BadValueError(
-                f"head {head.name!r} has {len(head.matters)} entries in `matters`; give one for each of the "
-                f"{self.heads[0].size} choices of {self.heads[0].name!r}"
-            )
-        if head.given is not None and head.given not in (names := [other.name for other in earlier]):
-            raise UnknownNameError(f"head before {head.name!r}", head.given, names)
+            needed = f"give one for each of the {self.heads[0].size} choices of {self.heads[0].name!r}"
+            raise BadValueError(f"head {head.name!r} has {len(head.matters)} entries in `matters`; {needed}")
+        if head.given is not None:
+            require_known(f"head before {head.name!r}", head.given, [other.name for other in earlier])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,8 +143,7 @@ class ActionTable:
 
     def index(self, name: str) -> int:
         """The index of a head."""
-        if name not in self.names:
-            raise UnknownNameError("head", name, self.names)
+        require_known("head", name, self.names)
         return self.names.index(name)
 
     def mask_shape(self, head: ActionHead) -> tuple[int, ...]:
@@ -173,10 +169,8 @@ class ActionTable:
         for head in self.heads:
             mask, shape = masks[head.name], (n, *self.mask_shape(head))
             if mask.dtype != torch.bool or tuple(mask.shape) != shape:
-                raise BadValueError(
-                    f"mask of head {head.name!r} is {mask.dtype} of shape {tuple(mask.shape)}; "
-                    f"it must be torch.bool of shape {shape}"
-                )
+                actual = f"{mask.dtype} of shape {tuple(mask.shape)}"
+                raise BadValueError(f"mask of head {head.name!r} is {actual}; it must be torch.bool of shape {shape}")
 
 
 def growth_table(preset: HeadPreset, slots: SlotConfig) -> ActionTable:

@@ -141,10 +141,8 @@ class FactoredRecurrentActorCritic(nn.Module):
                 raise BadValueError(f"head {head.name!r} chooses among {head.size} {noun}; the layout has {size}")
         bias, first = self.config.first_bias, self.table.heads[0]
         if bias and (len(bias) != first.size or first.kind != "linear"):
-            raise BadValueError(
-                f"first_bias has {len(bias)} entries for the {first.size} choices of head {first.name!r}, "
-                f"which is {first.kind}; give one per choice of a linear head"
-            )
+            given = f"the {first.size} choices of head {first.name!r} ({first.kind})"
+            raise BadValueError(f"first_bias has {len(bias)} entries for {given}; give one per choice of a linear head")
 
     def _make_head(self, head: ActionHead) -> nn.Module:
         if head.kind == "offer":

@@ -1,6 +1,7 @@
 """What a policy receives, which actions are legal, and how rules become actions, for a whole fleet at once."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -80,8 +81,13 @@ def check_slots(table: ActionTable, slots: SlotConfig) -> None:
 
 
 def used_heads(table: ActionTable, op: Tensor) -> Tensor:
-    """(…, heads) bool: the heads that ops (…) use. No device sync."""
-    return table.relevance.to(op.device, non_blocking=True)[op]
+    """(…, heads) bool: the heads that ops (…) use. No device sync after the first call."""
+    return _relevance(table, op.device)[op]
+
+
+@cache
+def _relevance(table: ActionTable, device: torch.device) -> Tensor:
+    return table.relevance.to(device)
 
 
 def legal_slots(masks: Masks, op: LifecycleOp) -> Tensor:

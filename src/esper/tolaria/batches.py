@@ -139,7 +139,7 @@ class ImageBatches:
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
         """(G, training images), cached until the seeds or the epoch change."""
         cached = self._order
-        # The same tensor, unchanged since: comparing values would be a host sync per minibatch on CUDA.
+        # The same tensor, unchanged since: comparing values would be a device sync per minibatch on CUDA.
         if cached is None or cached[0] != epoch or cached[1] is not seeds or cached[2] != seeds._version:
             order = permutation(self.count, seeds[:, None], epoch, Purpose.ORDER, device=self.images.device)
             cached = self._order = epoch, seeds, seeds._version, order
@@ -172,9 +172,7 @@ class TextBatches:
     def __init__(self, data: TextData, batch: int, block: int, *, device: torch.device) -> None:
         count = len(data.train) - block
         if count < batch:
-            raise DataError(
-                f"{data.name} has {len(data.train)} training characters, too few for {batch} windows of {block}"
-            )
+            raise DataError(f"{data.name}: {len(data.train)} characters are too few for {batch} windows of {block}")
         self.batch, self.block, self.count = batch, block, count
         self.text = data.train.to(device)
         self._data = data

@@ -19,7 +19,8 @@ from esper.kasmina import Host, LifecycleConfig, MorphogeneticModel, SeedState, 
 from esper.kasmina.compare import RowScore
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
-from esper.leyline import BadValueError, StageChange, UnknownNameError, derive_seed
+from esper.leyline import BadValueError, StageChange, derive_seed
+from esper.leyline.numbers import require_known
 from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
@@ -29,7 +30,7 @@ from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measurement import FleetComparison, measure, measure_committed
 from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
 from esper.tolaria.passes import StackedHost, row_losses
-from esper.tolaria.rows import LEAST_ROWS, PassPlan, Rows, eval_rows, make_plan
+from esper.tolaria.rows import LEAST_ROWS, PassPlan, make_plan
 from esper.tolaria.tasks import Task
 
 
@@ -63,8 +64,7 @@ class HostFleet:
         """
         if n < 1:
             raise BadValueError(f"n must be at least 1, not {n}")
-        if isolation not in ISOLATIONS:
-            raise UnknownNameError("isolation", isolation, ISOLATIONS)
+        require_known("isolation", isolation, ISOLATIONS)
         self.n, self.isolation, self.task = n, isolation, task
         self.device, self.dtype, self.compute = _usable_device(device), dtype, compute or dtype
         self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes
@@ -140,7 +140,7 @@ class HostFleet:
             rate = self.task.optimiser.rate * rate_factor(progress)
             total += self.train_minibatch(samples, rate, (index + 1) / per_step)
         self._record_gradients()
-        # Host sync: once per step.
+        # Device sync: once per step.
         self.losses = (total / per_step)[: self.n].cpu()
         return self.losses
 
@@ -159,7 +159,7 @@ class HostFleet:
             return self.run_minibatch(plan, samples, *rates)
 
     def run_minibatch(self, plan: PassPlan, samples: Samples, rate: Tensor, warm: Tensor) -> Tensor:
-        """The work of a minibatch: no host sync, and nothing that depends on values, so that it can be a CUDA graph."""
+        """The work of a minibatch: no device sync, and nothing that depends on values, so it can be a CUDA graph."""
         for weights in (self.host.weights, *(bank.weights for bank in self.banks.values())):
             weights.zero_grad()
         inputs, targets = samples
@@ -199,7 +199,7 @@ class HostFleet:
                 buffer.copy_(buffer.lerp(value, BATCH_NORM_MOMENTUM).where(finite, buffer))
 
     def _record_gradients(self) -> None:
-        # Host sync: once per step.
+        # Device sync: once per step.
         norms = {key: tensor.tolist() for key, tensor in self.norms.items()}
         for env, slot_id, state in self.lifecycles.working():
             self.states[env][slot_id] = lifecycle.record_gradient(state, norms[slot_id, str(state.blueprint)][env])
@@ -269,11 +269,6 @@ class HostFleet:
             return list(self.banks)
         busy = {(slot_id, str(state.blueprint)) for _, slot_id, state in self.lifecycles.working()}
         return [key for key in self.banks if key in busy]
-
-    def evaluation_rows(self) -> tuple[Rows, dict[int, tuple[int, str]]]:
-        """The rows of a validation of all envs, and (env, slot) of the extra ones by their number."""
-        self.update_plan()
-        return eval_rows(self, range(len(self.host.weights)))
 
     def tick(self) -> list[tuple[int, StageChange]]:
         """End a step for every env: counters, schedules, cooldowns, automatic changes of stage."""

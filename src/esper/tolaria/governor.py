@@ -69,7 +69,7 @@ class Governor:
 
     @torch.no_grad()
     def observe(self, losses: Tensor, gradients_finite: Tensor, logit_variance: Tensor, update_ratio: Tensor) -> None:
-        """One minibatch of all envs, each (N,). No host sync."""
+        """One minibatch of all envs, each (N,). No device sync."""
         losses, logit_variance = losses.double(), logit_variance.double()
         finite = losses.isfinite() & gradients_finite
         known = self._seen >= self.config.warmup
@@ -96,7 +96,7 @@ class Governor:
         self.signs[:, Symptom.DIVERGENCE] |= known & self._is_high(losses) & (losses > self.guess)
 
     def verdicts(self) -> list[Panic]:
-        """The envs that panic, and why. Resets the signs. Host sync: once per step."""
+        """The envs that panic, and why. Resets the signs. Device sync: once per step."""
         signs = self.signs.tolist()
         self.signs.zero_()
         return [Panic(env, tuple(s for s in Symptom if row[s])) for env, row in enumerate(signs) if any(row)]
@@ -126,7 +126,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Store every env as it is now. Host sync: once per step, for the copies to arrive."""
+        """Store every env as it is now. Device sync: once per step, for the copies to arrive."""
         fleet = self.fleet
         pinned = fleet.device.type == "cuda"
         for name, tensor in self._sources().items():

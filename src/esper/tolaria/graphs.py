@@ -5,6 +5,7 @@ members, strengths and rates are tensors, so an edit that keeps the structure on
 own tensors. All graphs share one memory pool.
 """
 
+import gc
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -107,6 +108,12 @@ class MinibatchGraphs:
         self.captures += 1
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.fleet.device)
-        with torch.cuda.graph(graph, pool=self._pool):
-            losses = self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
+        collecting = gc.isenabled()
+        gc.disable()  # it may free another fleet's graphs, which would invalidate this capture
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                losses = self.fleet.run_minibatch(plan, samples, self._rate, self._warm)
+        finally:
+            if collecting:
+                gc.enable()
         return _Captured(graph, plan, plan, losses, dict(self.fleet.norms))

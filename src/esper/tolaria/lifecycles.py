@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from esper.kasmina import SeedState, lifecycle
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, SeedReport, SeedStage, StageChange, UnknownNameError
+from esper.leyline.numbers import require_known
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -28,18 +29,12 @@ class Lifecycles:
         """Plant a seed in a dormant slot of one env."""
         state, slot = self._state(env, slot_id), self.fleet.slots[slot_id]
         left = self.fleet.budget - self.grown_parameters(env)
-        sown = lifecycle.sow(
-            state,
-            slot,
-            blueprint,
-            self.fleet.config,
-            style=style,
-            tempo=tempo,
-            alpha_target=alpha_target,
-            budget_left=left,
+        seed = lifecycle.germinate(
+            state, slot, blueprint, style=style, tempo=tempo, alpha_target=alpha_target, budget_left=left
         )
-        self.fleet.plant(env, slot_id, sown)
-        return self._replace(env, slot_id, sown, "germinate")
+        seed = lifecycle.act_at_once(seed) if self.fleet.config.act_from_birth else seed
+        self.fleet.plant(env, slot_id, seed)
+        return self._replace(env, slot_id, seed, "germinate")
 
     def advance(self, env: int, slot_id: str) -> StageChange:
         """One transition forward."""
@@ -80,8 +75,7 @@ class Lifecycles:
 
     def _state(self, env: int, slot_id: str) -> SeedState:
         self.check_env(env)
-        if slot_id not in self.fleet.slots:
-            raise UnknownNameError("slot", slot_id, self.fleet.slots)
+        require_known("slot", slot_id, self.fleet.slots)
         return self.states[env][slot_id]
 
     def _replace(self, env: int, slot_id: str, after: SeedState, cause: str) -> StageChange:

@@ -103,7 +103,7 @@ class Prober:
         return module.to(device=self.fleet.device, dtype=self.fleet.compute)
 
     def __call__(self) -> Sensing:
-        """Probe all envs on the minibatch that they will train on next. No host sync."""
+        """Probe all envs on the minibatch that they will train on next. No device sync."""
         fleet = self.fleet
         inputs, targets = fleet.draw(fleet.step_index * fleet.task.batches_per_step)
         result = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=fleet.places.values())

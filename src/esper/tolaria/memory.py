@@ -93,9 +93,10 @@ class ValidationMemory:
         self.fleet, self.samples, self.calibration = fleet, samples, calibration
         first = indices(range(LEAST_ROWS), fleet.device)
         rows = Rows(first, (Birth(START, first),))
-        self._calibrating = peak_bytes(lambda inputs: calibrate(fleet, rows, calibration[:inputs]))
+        # Of `LEAST_ROWS` main rows, without banks.
+        self.calibrating = peak_bytes(lambda inputs: calibrate(fleet, rows, calibration[:inputs]))
         statistics = calibrate(fleet, rows, calibration[: PROBES[0]])
-        self._scoring = peak_bytes(
+        self.scoring = peak_bytes(
             lambda inputs: score(fleet, rows, Samples(*(part[:inputs] for part in samples)), statistics)
         )
         x = spread(fleet, rows, calibration[: PROBES[-1]])
@@ -110,20 +111,16 @@ class ValidationMemory:
         once. Fewer than twice `LEAST_PART` envs are not divided further, nor is an input, whatever they need.
         """
         rows, _ = eval_rows(self.fleet, envs)
-        if self.calibrating(rows, len(self.calibration)) > budget and len(envs) >= 2 * LEAST_PART:
+        if self.needs(self.calibrating, rows, len(self.calibration)) > budget and len(envs) >= 2 * LEAST_PART:
             half = len(envs) // 2
             return self.divide(envs[:half], budget) + self.divide(envs[half:], budget)
         chunks = range(1, CHUNK[self.fleet.device.type] + 1)
-        chunk = bisect_right(chunks, budget, key=lambda inputs: self.scoring(rows, inputs))
+        chunk = bisect_right(chunks, budget, key=lambda inputs: self.needs(self.scoring, rows, inputs))
         return [(envs, max(chunk, 1))]
 
-    def calibrating(self, rows: Rows, inputs: int) -> int:
-        """Bytes alive at once in the train-mode pass over this number of inputs."""
-        return self._share(self._calibrating, inputs, len(rows)) + self._at_slots(rows, inputs)
-
-    def scoring(self, rows: Rows, inputs: int) -> int:
-        """Bytes alive at once while this number of inputs is scored."""
-        return self._share(self._scoring, inputs, len(rows)) + self._at_slots(rows, inputs)
+    def needs(self, peak: PeakBytes, rows: Rows, inputs: int) -> int:
+        """Bytes alive at once while these rows calibrate or score this number of inputs."""
+        return self._share(peak, inputs, len(rows)) + self._at_slots(rows, inputs)
 
     @staticmethod
     def _share(peak: PeakBytes, inputs: int, rows: int) -> int:

@@ -133,8 +133,8 @@ def _births(
 
 
 def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, tuple[int, str]]]:
-    """Main rows of these envs, then a shadow row per TRAINING seed and an ablation row per acting one, with padding on
-    CUDA; and by their numbers the (env, slot) that the latter are about."""
+    """The rows of a validation: main rows of these envs, a shadow row per TRAINING seed, an ablation row per acting
+    seed, and padding on CUDA. Also returns the (env, slot) of each shadow and ablation row, by its number."""
     row_of = {env: row for row, env in enumerate(envs)}
     extras = [extra for extra in _extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
@@ -174,8 +174,9 @@ def _entries(
     extras: Sequence[Extra | None] = (),
     stages: Container[SeedStage] = ACTIVE_STAGES,
 ) -> Entries:
-    """By bank, the main rows (by env) whose seeds are in these stages; then, numbered after them, the extra rows about
-    a TRAINING seed of the bank, and those that pass an acting one after their own slot."""
+    """The rows on which each bank acts. First the main rows whose seeds are in these stages. Then extra rows, numbered
+    after the main rows: those about a TRAINING seed of the bank, and those that meet an acting one behind their slot.
+    """
     entries: dict[tuple[str, str], list[Entry]] = {}
     for env, row in row_of.items():
         for slot_id, state in fleet.states[env].items() if env < fleet.n else ():

@@ -13,7 +13,8 @@ import torch
 from esper.kasmina import BlueprintRegistry, CNNHost, GPTHost, Host, LifecycleConfig, MorphogeneticModel
 from esper.kasmina.layers import reset_parameters
 from esper.kasmina.slot import Isolation
-from esper.leyline import BadValueError, SlotConfig, UnknownNameError, derive_seed
+from esper.leyline import BadValueError, SlotConfig, derive_seed
+from esper.leyline.numbers import require_known
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
 from esper.tolaria.data import ImageData, TextData, load
 
@@ -32,13 +33,10 @@ class OptimiserConfig:
     clip_norm: float = 1.0  # for the host and for each seed separately
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(OptimiserKind):
-            raise UnknownNameError("optimiser", self.kind, get_args(OptimiserKind))
+        require_known("optimiser", self.kind, get_args(OptimiserKind))
         finite = all(math.isfinite(value) for value in (self.rate, self.weight_decay, self.clip_norm))
         if not finite or min(self.rate, self.weight_decay) < 0 or self.clip_norm <= 0 or not 0 <= self.momentum < 1:
-            raise BadValueError(
-                f"{self}: rate and weight_decay must be at least 0, clip_norm positive, momentum in [0, 1)"
-            )
+            raise BadValueError(f"{self}: rate and weight_decay must be ≥ 0, clip_norm > 0, momentum in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ class Task:
                 raise BadValueError(f"task {self.name!r}: {name} {getattr(self, name)} must be at least 1")
         if not self.slot_ids or not self.defects:
             raise BadValueError(f"task {self.name!r} needs at least one slot and one kind of host ('none')")
-        if unknown := [defect for defect in self.defects if defect not in get_args(Defect)]:
-            raise UnknownNameError("defect", unknown[0], get_args(Defect))
+        for defect in self.defects:
+            require_known("defect", defect, get_args(Defect))
 
     @property
     def random_guess_loss(self) -> float:
@@ -167,8 +165,7 @@ class TaskRegistry:
     @classmethod
     def get(cls, name: str) -> Task:
         """The task of that name."""
-        if name not in cls._tasks:
-            raise UnknownNameError("task", name, cls._tasks)
+        require_known("task", name, cls._tasks)
         return cls._tasks[name]
 
 

@@ -119,6 +119,15 @@ def test_tasks_are_scaled_apart() -> None:
     assert found.floored.tolist() == [False, False, False]
 
 
+@pytest.mark.requirement(63)
+def test_each_task_has_its_own_floor() -> None:
+    """Both tasks have ± 1, a deviation of 1. The first is divided by it, the second by its floor of 4."""
+    tasks, advantages = torch.tensor([0, 1, 0, 1]), torch.tensor([-1.0, -1, 1, 1])
+    found = standardise(advantages, torch.ones(4, dtype=torch.bool), tasks, 2, torch.tensor([0.5, 4.0]))
+    assert found.advantages.tolist() == [-1.0, -0.25, 1.0, 0.25]
+    assert found.floored.tolist() == [False, True]
+
+
 @pytest.mark.requirement(56)
 def test_forced_steps_and_padding_are_not_counted() -> None:
     """Neither garbage nor zeros in the padding change the moments."""

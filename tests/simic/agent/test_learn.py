@@ -1,5 +1,6 @@
 """`learn` on Gymnasium environments: spaces, masks, truncation, evaluation, keeping and going on."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import FlattenObservation
 
 from esper.leyline import BadValueError, CheckpointError
-from esper.simic.agent import Learned, NotFiniteError, PPOConfig, SpaceError, learn
+from esper.simic.agent import Learned, LearnProgress, NotFiniteError, PPOConfig, SpaceError, learn
+from esper.simic.agent.checkpoint import agent_tensors
 from esper.simic.agent.environments import EnvBatch, SpaceCodec
-from esper.simic.agent.learning import RolloutCollector
+from esper.simic.agent.learning import RewardScale, RolloutCollector
 from esper.simic.agent.ppo import PPOAgent
 from esper.tamiyo import EmptyMaskError, NetworkConfig
 
@@ -110,6 +113,22 @@ def test_learns_on_every_kind_of_space(make: Made) -> None:
 def test_refuses_other_spaces(make: Made) -> None:
     with pytest.raises(SpaceError, match="allowed"):
         learn(make, total_steps=64, config=SMALL, progress=False)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        spaces.Box(0, 255, (84, 84, 3), np.uint8),
+        spaces.Box(0, 1, (4, 8, 8), np.float32),
+        spaces.Box(0, 255, (8, 8), np.uint8),
+        spaces.Box(0, 1, (2, 4, 8, 8), np.float32),
+    ],
+)
+def test_refuses_images(seen: spaces.Box) -> None:
+    """The error names the shape and the remedy, which works."""
+    with pytest.raises(SpaceError, match=rf"shape {re.escape(str(seen.shape))}.* images.*FlattenObservation"):
+        learn(lambda: Bandit(seen=seen), total_steps=64, config=SMALL, progress=False)
+    learn(lambda: FlattenObservation(Bandit(seen=seen)), total_steps=16, n_envs=2, config=SMALL, progress=False)
 
 
 def test_refuses_environments_that_differ() -> None:
@@ -255,6 +274,60 @@ def test_comes_back_from_disk(tmp_path: Path) -> None:
     (tmp_path / "policy" / "agent.json").unlink()
     with pytest.raises(CheckpointError):
         Learned.load(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("no", [False, np.False_])
+def test_a_callback_sees_every_update_and_can_stop(tmp_path: Path, no: bool) -> None:
+    """It may evaluate and save, which changes nothing of the training."""
+    seen: list[LearnProgress] = []
+
+    def callback(state: LearnProgress) -> bool | None:
+        seen.append(state)
+        state.learned.evaluate(2, seed=0, greedy=False)
+        state.learned.save(tmp_path / str(len(seen)))
+        return no if len(seen) == 3 else (None, True)[len(seen) % 2]
+
+    whole = learn(Bandit, total_steps=5 * 32, n_envs=4, config=SMALL, progress=False)
+    stopped = learn(Bandit, total_steps=5 * 32, n_envs=4, config=SMALL, progress=False, callback=callback)
+    assert [state.steps for state in seen] == [32, 64, 96]
+    assert [state.metrics for state in seen] == stopped.history == whole.history[:3]
+    assert seen[0].mean_return == np.mean([total for _, total in whole.returns[:32]])
+    assert all(state.learned is stopped for state in seen)
+    assert Learned.load(tmp_path / "2").agent.updates == 2
+
+
+def test_training_continues_from_disk(tmp_path: Path) -> None:
+    """Episodes end with the rounds, so the environments have no state to lose: a training that was stopped, saved,
+    loaded and continued equals one that was not, in weights, moments, normalisers and counters."""
+
+    def train(**others: Any) -> Learned:
+        return learn(lambda: Bandit(length=8), total_steps=6 * 32, n_envs=4, progress=False, **others)
+
+    whole, stopped = train(config=SMALL), train(config=SMALL, callback=lambda state: state.steps < 64)
+    assert (stopped.agent.updates, stopped.agent.total_updates) == (2, 6)
+    stopped.save(tmp_path / "policy")
+    loaded = Learned.load(tmp_path / "policy")
+    again = train(start=loaded, config=SMALL, seed=5)
+    assert again is loaded
+    expected, found = (agent_tensors(learned.agent) for learned in (whole, again))
+    assert {name for name in expected if not torch.equal(expected[name], found[name])} == set()
+    for name, value in whole.reward_statistics.state_dict().items():
+        assert torch.equal(value, again.reward_statistics.state_dict()[name])
+    assert (again.agent.updates, again.agent.progress) == (6, 1.0)
+    assert (again.history, again.returns) == (whole.history[2:], whole.returns[8:])
+
+
+def test_training_that_cannot_continue_is_refused(tmp_path: Path) -> None:
+    """Nothing left to do, another configuration, other spaces, damaged statistics of rewards."""
+    done = learn(Bandit, total_steps=64, n_envs=4, config=SMALL, progress=False)
+    with pytest.raises(BadValueError, match=r"total_steps 64 .* 96 or more \(3 rounds of 4 × 8; 2 are done\)"):
+        learn(Bandit, total_steps=64, n_envs=4, start=done, progress=False)
+    with pytest.raises(BadValueError, match="omit config"):
+        learn(Bandit, total_steps=96, n_envs=4, start=done, config=replace(SMALL, rate=1.0), progress=False)
+    with pytest.raises(SpaceError, match="same spaces"):
+        learn(lambda: Bandit(spaces.Discrete(7)), total_steps=96, n_envs=4, start=done, progress=False)
+    with pytest.raises(BadValueError, match="not finite, or below 0"):
+        RewardScale(0.0, -1.0, 3.0)
 
 
 @pytest.mark.parametrize(("total_steps", "n_envs"), [(3, 8), (64, 0)])

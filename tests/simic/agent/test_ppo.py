@@ -22,7 +22,9 @@ from rounds import (
 from torch import Tensor
 
 from esper.leyline import LifecycleOp
-from esper.simic.agent import PPOAgent, PPOConfig, Step, TamiyoRolloutBuffer
+from esper.simic.agent import PPOAgent, PPOConfig, Step, TamiyoRolloutBuffer, losses
+from esper.simic.agent.minibatch import Reference, prepare_round
+from esper.simic.control import ReturnNormalizer
 from esper.tamiyo import discrete_table, vector_layout
 
 WHOLE: dict[str, Any] = {"epochs": 1, "minibatches": 1, "clip_norm": 1e9, "target_kl": None}
@@ -155,8 +157,10 @@ def test_large_returns_do_not_drown_the_policy() -> None:
 
 
 @pytest.mark.requirement(4)
-def test_values_are_clipped_about_those_before_the_update() -> None:
-    """Clipping uses the values before the update, so it takes effect only after the first step."""
+def test_values_are_clipped_about_those_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping uses the values before the update. If the statistics of returns rest, it takes effect only after the
+    first step."""
+    monkeypatch.setattr(ReturnNormalizer, "update", lambda *_: None)
     held, free = (make_agent("core", value_clip=clip, rate=0.02, target_kl=None) for clip in (0.01, None))
     with withheld(held) as first, withheld(free) as second:
         for agent in (held, free):
@@ -184,6 +188,31 @@ def test_old_values_are_in_the_units_of_the_critic() -> None:
     assert gap(held, free) <= 1e-5
 
 
+@pytest.mark.requirement(4)
+def test_values_are_clipped_in_the_units_of_their_targets() -> None:
+    """Outputs of 0 and 1 meant 10 and 12 points. Returns are 4 and 3 points, so the mean moves from 10 to
+    10 − 0.1 · 6.5 = 9.35 and the variance from 4 to 0.9 · 4 + 0.1 · 0.25 + 0.09 · 6.5² = 7.4275."""
+    agent = make_agent("vector", gamma=1.0, lam=1.0, value_clip=0.1)
+    statistics = {"mean": torch.tensor([10.0]), "var": torch.tensor([4.0]), "count": torch.tensor([1.0])}
+    agent.returns.statistics.load_state_dict(statistics)
+    buffer = TamiyoRolloutBuffer(1, 2, agent.layout.size, agent.table, agent.config.network.hidden)
+    buffer.begin(agent.network.initial_state(1))
+    for value, reward, end in ((10.0, 1.0, False), (12.0, 3.0, True)):
+        action = (torch.zeros(1, agent.layout.size), agent.table.open_masks(1), torch.zeros(1, 2, dtype=torch.long))
+        numbers = (torch.tensor([value]), torch.tensor([reward]), torch.tensor([end]), torch.zeros(1))
+        buffer.add(Step(*action, torch.zeros(1, 2), *numbers))
+    decided = torch.ones(2, 2, dtype=torch.bool)
+    reference = Reference(torch.zeros(2, 2), decided, torch.tensor([0.0, 1.0]), torch.tensor(0.0))
+    prepared = prepare_round(buffer, reference, agent.returns, agent.config, 1)
+    piece = prepared.minibatch(buffer.batch(buffer.sequences(), [0]))
+    std = 7.4275**0.5
+    assert piece.targets.tolist() == pytest.approx([(4 - 9.35) / std, (3 - 9.35) / std])
+    assert piece.values.tolist() == pytest.approx([(10 - 9.35) / std, (12 - 9.35) / std])
+    # A value that goes from 12 points to its target counts as if it had moved by 0.1 deviations only.
+    errors = losses.value_errors(piece.targets, piece.targets, piece.values, clip=0.1)
+    assert errors.tolist() == pytest.approx([0.5 * (6 / std - 0.1) ** 2, 0.5 * (9 / std - 0.1) ** 2])
+
+
 # -- rare heads -------------------------------------------------------------------------------------------------------
 
 
@@ -192,14 +221,14 @@ def test_a_head_that_no_step_used_is_not_learnable() -> None:
     """The metrics report the head as not learnable, and it gets no gradient."""
     agent = make_agent("core")
     heads = agent.update(collect(agent, narrow=only("op", WAIT, PRUNE))).heads
-    assert not heads["blueprint"].learnable
+    assert heads["blueprint"].learnable_fraction == 0
     assert (heads["blueprint"].learnable_fraction, heads["blueprint"].grad_norm) == (0, 0)
     assert heads["op"].learnable_fraction > heads["slot"].learnable_fraction > 0
     assert heads["op"].grad_norm > 0
     heads = agent.update(collect(agent, narrow=only("op", GERMINATE))).heads
-    assert heads["blueprint"].learnable
+    assert heads["blueprint"].learnable_fraction > 0
     assert heads["blueprint"].grad_norm > 0
-    assert not heads["op"].learnable  # a single op leaves it no choice
+    assert heads["op"].learnable_fraction == 0  # a single op leaves it no choice
 
 
 @pytest.mark.requirement(77, 91)

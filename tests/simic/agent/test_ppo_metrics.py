@@ -79,6 +79,8 @@ def test_advantages_before_and_after() -> None:
 @pytest.mark.requirement(31)
 def test_the_floor_is_flagged() -> None:
     """Advantages that vary less than the floor are divided by it."""
+    agent = make_agent("core", tasks=2, advantage_floor=(1e-3, 100.0))
+    assert not agent.update(collect(agent)).advantage_floored, "the floor is that of a task without a step"
     agent = make_agent("core", advantage_floor=100.0)
     metrics = agent.update(collect(agent))
     assert metrics.advantage_floored

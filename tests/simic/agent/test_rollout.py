@@ -113,7 +113,7 @@ def test_valid_mask_on_the_device() -> None:
 
 
 def test_cut_fills_in_what_follows() -> None:
-    """Where a segment goes on; a truncated one keeps its own value, a terminated one its 0, an empty row nothing."""
+    """Where a sequence continues; a truncated one keeps its own value, a terminated one its 0, an empty row nothing."""
     buffer = make_buffer(4)
     fill(buffer, [3, 2, 2, 0], ends=[(1, 1)])
     buffer.bootstraps[1, 1] = 0.0

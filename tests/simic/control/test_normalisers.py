@@ -182,17 +182,6 @@ def test_outlier_is_clipped() -> None:
     assert scaled.dtype == torch.float64
 
 
-def test_tasks_do_not_mix() -> None:
-    """Rewards of a task 1000 times as large do not shrink those of another."""
-    tasks = torch.tensor([0, 1, 0, 1])
-    together = RewardNormalizer(4, 0.9, tasks)
-    alone = RewardNormalizer(2, 0.9)
-    generator, done = torch.Generator().manual_seed(4), torch.zeros(4, dtype=torch.bool)
-    for _ in range(10):
-        rewards = torch.randn(4, generator=generator) * torch.tensor([1.0, 1e3, 1.0, 1e3])
-        assert torch.equal(together(rewards, done)[::2], alone(rewards[::2], done[::2]))
-
-
 def test_rewards_that_are_refused() -> None:
     """A column of rewards would otherwise spread over all envs."""
     found = RewardNormalizer(3, 0.9)
@@ -200,8 +189,6 @@ def test_rewards_that_are_refused() -> None:
         with pytest.raises(BadValueError, match=r"wanted \(3,\)"):
             found(torch.zeros(rewards), torch.zeros(done, dtype=torch.bool))
     assert found.statistics.count.tolist() == [0.0]
-    with pytest.raises(BadValueError, match="for 3 envs"):
-        RewardNormalizer(3, 0.9, torch.zeros(2, dtype=torch.long))
     with pytest.raises(BadValueError, match="gamma"):
         RewardNormalizer(3, 1.5)
 

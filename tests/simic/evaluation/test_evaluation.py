@@ -299,7 +299,7 @@ def test_a_job_travels(runs: str) -> None:
 
 def test_policies_side_by_side_find_what_each_finds_alone(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, cost and fossils included: what a policy sees, remembers and draws is its own envs' alone."""
-    config = EvaluationConfig(NAME, 5, 7)
+    config = EvaluationConfig(NAME, 3, 7)
     contenders = [contender(config, spec) for spec in ("random-commit", "a", "heuristic", "b")]
     contenders.append(contender(config, "a", greedy=True))
     together = run_contenders(contenders)

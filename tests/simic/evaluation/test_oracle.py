@@ -12,7 +12,7 @@ from simic.training.tiny import tiny_task
 from esper.leyline import head_preset
 from esper.simic.evaluation.arena import Arena, Measure, PolicyPlayer
 from esper.simic.evaluation.results import Result
-from esper.simic.evaluation.yardsticks import CHOOSING, SCORED, one_seed_plans, run_oracle
+from esper.simic.evaluation.yardsticks import CHOOSING, SCORED, extensions, run_oracle
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import Groups, host_seed
 from esper.tamiyo.policies import Plan, SchedulePolicy
@@ -37,6 +37,7 @@ def percent(runner: EpisodeRunner, env: int, images: slice) -> float:
     return 100 * float(runner.committed[env].correct[images].double().mean())
 
 
+@pytest.mark.default_cases("test")
 def test_its_figures_are_those_of_the_replayed_plan(small: Task, final: bool) -> None:
     """Each chosen plan on its host alone: the same accuracy, control and parameters on the scored images. On the
     choosing images it is better than waiting."""
@@ -89,7 +90,7 @@ def test_half_of_the_images_choose_and_the_other_half_is_scored() -> None:
     """A plan that is right where it counts for the choice is taken, and pays for it on the rest."""
     lucky, honest = [True, False] * 4, [False, True] * 4
     result, plan = staged({3: lucky, 4: honest}, [True, True, *[False] * 6])
-    plans = one_seed_plans(get_task("digits_blind"))
+    plans = extensions(Plan(), get_task("digits_blind"))
     assert plan == plans[3], "it gains 100 − 25 on the even images"
     assert (result.objective, result.accuracy, result.control_accuracy) == ([-25.0], [0.0], [25.0])  # on the odd ones
 

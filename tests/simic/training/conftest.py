@@ -1,6 +1,7 @@
-"""The smallest run, once for each file of tests."""
+"""The smallest run, trained once for all tests."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,10 @@ from esper.simic.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(shared_folder: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """A run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    Trainer(config(), folder).run(progress=False)
-    return folder
+    settings = config()  # registers its task in this file of tests too
+    return shared_folder("smallest", lambda folder: Trainer(settings, folder).run(progress=False))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_folder import RunFolder, read_config
+from esper.simic.training.run_folder import checkpoints_of, read_config
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 from esper.tolaria import TaskRegistry, get_task
@@ -46,7 +46,7 @@ def contents(run: Path) -> dict[str, bytes]:
 def results(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
     """Metrics without what depends on the clock, events, and the tensors of the last checkpoint."""
     metrics = [{k: v for k, v in line.items() if k != "timing"} for line in read_lines(run / "metrics.jsonl")]
-    last = RunFolder.last_checkpoint(run)
+    last = checkpoints_of(run).newest()
     assert last is not None
     return metrics, (run / "events.jsonl").read_bytes(), (last / "agent.safetensors").read_bytes()
 

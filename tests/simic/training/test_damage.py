@@ -16,7 +16,7 @@ from simic.training.smallest import NAME, ROUNDS, checkpoint, close, contents, r
 from esper.leyline import CheckpointError, EsperError, head_preset
 from esper.leyline.records import config_checksum
 from esper.simic.agent import load_agent
-from esper.simic.evaluation.policies import make_policies
+from esper.simic.evaluation.policies import PolicySpec, make_policy
 from esper.simic.training.run_folder import EXTRAS, read_config
 from esper.storage.logs import read_lines
 from esper.storage.stored import Machine
@@ -183,7 +183,7 @@ def test_an_evaluation_does_not_take_an_older_policy(run: Path) -> None:
     plant_bomb(checkpoint(run, 4), honest=True)
     task = get_task(NAME)
     with pytest.raises(CheckpointError, match=r"round-00004/agent\.safetensors is no safetensors file"):
-        make_policies(str(run), task, growth_table(head_preset("core"), task.slot_config))
+        make_policy(PolicySpec.parse(str(run)), task, growth_table(head_preset("core"), task.slot_config))
     assert not (run.parent / "executed").exists()
 
 

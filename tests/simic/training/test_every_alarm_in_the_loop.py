@@ -24,7 +24,7 @@ from esper.simic.telemetry.detector import DRIFT_WARMUP
 from esper.simic.telemetry.rules import RULES
 from esper.simic.training import collect
 from esper.simic.training.collect import action_draws
-from esper.simic.training.run_folder import EXTRAS, RunFolder
+from esper.simic.training.run_folder import EXTRAS, checkpoints_of
 from esper.simic.training.trainer import Trainer
 from esper.tolaria.measurement import FleetComparison
 
@@ -131,7 +131,7 @@ def jump_a_bit(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """The same by so little that the KL is within the band of a spike. How much that is, copies of the agent find out
     on the round that will be collected once more."""
     trainer.collector.collect(trainer.round)
-    folder = RunFolder.last_checkpoint(trainer.folder.path)
+    folder = checkpoints_of(trainer.folder.path).newest()
     assert folder is not None
     kl, low, high = 0.0, 0.0, 40.0
     while not 0.2 < kl < 0.4:
@@ -396,6 +396,7 @@ def test_silence(calm: dict[int, Path], tmp_path: Path) -> None:
 
 @pytest.mark.requirement(42)
 @pytest.mark.parametrize("factor", [3.0, 1 / 3, 1.0], ids=["three times", "a third", "unchanged"])
+@pytest.mark.default_cases("three times")
 def test_drift(calm: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Gradients three times larger or smaller raise drift right after the warm-up."""
     trainer = go_on(calm, tmp_path / "run")

@@ -1,5 +1,6 @@
 """The loop of growth: what is offered works, what is seen is alive, what is paid adds up, what is stopped goes on."""
 
+import functools
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from simic.training.tiny import NAME, make_runner, play, purpose_of, tiny_task, varies
+from torch import Tensor
 
 from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, save_agent
@@ -56,23 +58,32 @@ def test_purposes_never_share_a_host() -> None:
 @pytest.mark.invariant(13)
 def test_draws_are_a_function_of_seed_round_and_env() -> None:
     """The number of envs does not change the draws of any one env."""
-    few, many = action_draws(1, 2, 3, 4, 2), action_draws(1, 2, 5, 4, 2)
+    few, many = (action_draws(1, "training", [(2, env) for env in range(n)], 4, 2) for n in (3, 5))
     assert torch.equal(few, many[:, :3])
-    assert not torch.equal(few, action_draws(1, 3, 3, 4, 2))
+    assert not torch.equal(few, action_draws(1, "training", [(3, env) for env in range(3)], 4, 2))
 
 
 # -- what is offered works --------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def random_episodes(preset: str) -> tuple[EpisodeRunner, list[Tensor], list[Tensor]]:
+    """A runner, and the features and actions of each step of three random episodes."""
+    runner, rows, actions = make_runner(4, 3, preset=preset), list[Tensor](), list[Tensor]()
+    for rng_seed in range(3, 6):  # these use every op
+        views, chosen, _ = play(runner, RandomPolicy(runner.table), rng_seed)
+        rows += [view.features for view in views]
+        actions += chosen
+    return runner, rows, actions
+
+
 @pytest.mark.invariant(7)
+@pytest.mark.default_cases("full")
 @pytest.mark.parametrize("preset", ["core", "full"])
 def test_every_action_that_masks_allow_succeeds(preset: str) -> None:
     """Random legal actions are never refused, and they use every op of the preset."""
-    runner = make_runner(preset=preset)
-    used = set()
-    for rng_seed in range(6):
-        _, actions, _ = play(runner, RandomPolicy(runner.table), rng_seed)
-        used |= {LifecycleOp(op) for step in actions for op in step[:, 0].tolist()}
+    runner, _, actions = random_episodes(preset)
+    used = {LifecycleOp(op) for step in actions for op in step[:, 0].tolist()}
     assert used == set(runner.preset.ops)
 
 
@@ -117,7 +128,8 @@ def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
     committed = []
     for rng_seed in range(2):
         agent = PPOAgent(runner.table, runner.layout, config().agent_config(fast), rng_seed=rng_seed)
-        seeds, draws = list(range(30)), action_draws(rng_seed, 0, 30, fast.steps, len(runner.table))
+        seeds, positions = list(range(30)), [(0, env) for env in range(30)]
+        draws = action_draws(rng_seed, "training", positions, fast.steps, len(runner.table))
         player = PolicyPlayer(runner, LearnedPolicy(agent), seeds, draws)
         committed += (play_episode(runner, player.act, player.on_step).fossil_parameters > 0).tolist()
     assert sum(committed) / len(committed) >= 0.2
@@ -129,11 +141,7 @@ def test_an_untrained_policy_commits_often_enough_to_learn() -> None:
 @pytest.mark.invariant(10)
 def test_every_column_lives() -> None:
     """The observation is finite, of fixed size, and every column varies over random episodes."""
-    runner = make_runner(4, 3, preset="full")
-    rows = []
-    for rng_seed in range(6):
-        views, _, _ = play(runner, RandomPolicy(runner.table), rng_seed)
-        rows += [view.features for view in views]
+    runner, rows, _ = random_episodes("full")
     agent = PPOAgent(runner.table, runner.layout, replace(growth_ppo(), steps=12), total_updates=3)
     collector = RoundCollector([runner], agent, RewardConfig(), rng_seed=0)
     [record] = collector.collect(0)  # only where rewards are paid there is a potential

@@ -171,13 +171,15 @@ def run_with_a_fault(policies: list[Remembering], runner: EpisodeRunner) -> None
 
     fleet.train_step = faulty  # type: ignore[method-assign]  # a fault
     policy = policies[0] if len(policies) == 1 else SideBySide(policies)
-    draws = action_draws(0, 0, runner.groups.grown, fleet.task.steps, len(runner.table), "evaluation")
+    positions = [(0, env) for env in range(runner.groups.grown)]
+    draws = action_draws(0, "evaluation", positions, fleet.task.steps, len(runner.table))
     player = PolicyPlayer(runner, policy, list(range(runner.groups.count)), draws)
     play_episode(runner, player.act, player.on_step)
 
 
 @pytest.mark.requirement(95)
 @pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.default_cases("1")
 def test_a_policy_begins_anew_after_a_panic(width: int) -> None:
     """In an evaluation too, later steps start with a fresh hidden state; the other hosts keep theirs."""
     runner = make_runner(2, 2)

@@ -33,8 +33,9 @@ def test_other_settings_are_refused(run: Path) -> None:
     """All that differ are named, and nothing is touched; where data lie is no such setting."""
     own = read_config(run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    other = replace(own, seed=99, rounds=5, reward=replace(own.reward, rho=7.0))
-    with pytest.raises(BadValueError, match=r"rounds 5, begun with 3; seed 99, begun with 0; reward .*rho=7.0"):
+    other = replace(own, seed=99, rounds=5, batch=4, reward=replace(own.reward, rho=7.0))
+    named = r"rounds 5, begun with 3; batch 4, begun with None; seed 99, begun with 0; reward .*rho=7.0"
+    with pytest.raises(BadValueError, match=named):
         Trainer(other, run, resume=True)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     again = Trainer(replace(own, data_dir=run), run, resume=True)

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import tyro
+from simic.training.tiny import tiny_task
 
 from esper.cli.train import TrainCommand
-from esper.leyline import BadValueError
+from esper.leyline import BadValueError, DataError
 from esper.simic.training.config import TrainConfig, read_settings
+from esper.simic.training.trainer import Trainer, make_runner
+from esper.tolaria import get_task
 
 
 def settings(folder: Path, text: str, *flags: str) -> TrainConfig:
@@ -48,6 +51,19 @@ def test_fields_at_every_depth(tmp_path: Path) -> None:
     assert settings(tmp_path, "") == default
 
 
+@pytest.mark.requirement(36)
+def test_the_batch_size_reaches_the_minibatches(tmp_path: Path) -> None:
+    """On every task of the run; the default is each task's own."""
+    fleet = make_runner(settings(tmp_path, "batch = 24\nhosts = 4"), "digits_blind").fleet
+    assert (fleet.task.batch, len(fleet.batches.minibatch(0, 3).targets)) == (24, 24)
+    for name in ("digits_blind", tiny_task().name):
+        fleet = make_runner(TrainConfig(task=name, hosts=4), name).fleet
+        assert len(fleet.batches.minibatch(0, 3).targets) == get_task(name).batch
+    with pytest.raises(DataError, match="fewer than a batch of 5000"):
+        Trainer(settings(tmp_path, "batch = 5000\nhosts = 4"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
     """Even a flag with the default value; other values of the file stay."""
     text = "rounds = 40\nsensing = false\n[ppo]\nepochs = 8\nrate = 0.5\n"
@@ -66,6 +82,8 @@ def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
         ("ppo = 3", r"run\.toml: settings\.ppo is 3"),
         ("data_dir = 3", r"run\.toml: settings\.data_dir is 3"),
         ("rounds = 'none'", r"run\.toml: settings\.rounds is None; allowed: int"),
+        ("batch = 0", r"run\.toml: settings: batch 0 is not an integer of 1 or more"),
+        ("batch = 1.5", r"run\.toml: settings\.batch is 1\.5"),
         ("rounds = 0", r"run\.toml: settings: rounds 0 is not an integer of 1 or more"),
         ("[ppo]\nepochs = 0", r"run\.toml: settings\.ppo: epochs 0 is not"),
         ("rounds = ", r"run\.toml cannot be read as TOML"),

@@ -9,6 +9,7 @@ import torch
 from simic.training.tiny import purpose_of, tiny_task
 
 from esper.leyline import BadValueError, head_preset
+from esper.leyline.records import decode, encode
 from esper.nissa import RoundMeasured, find_metric
 from esper.simic.agent import PPOAgent
 from esper.simic.rewards import RewardConfig
@@ -69,6 +70,22 @@ def test_statistics_are_those_of_each_task() -> None:
     assert float(agent.observations.statistics.count[0]) == 2 * 12 + 2 * 7
     agent.update(collector.buffer)
     assert agent.returns.statistics.count.tolist() == [24.0, 14.0]
+
+
+@pytest.mark.requirement(63)
+def test_the_floor_of_advantages_is_that_of_each_task() -> None:
+    """The error of a gain, 100·√(0.1 / images): √2.5 points with 400 validation images, √0.5 with 2000. A
+    checkpoint stores them, and a single task has one number."""
+    few, many = tiny_task(), replace(tiny_task(), name="many images", validation_size=2000)
+    config = TrainConfig(task="digits,digits_blind")
+    both = config.agent_config(few, many)
+    assert both.advantage_floor == pytest.approx((2.5**0.5, 0.5**0.5))
+    assert decode(type(both), encode(both), "ppo") == both
+    assert TrainConfig().agent_config(few).advantage_floor == pytest.approx(2.5**0.5)
+    own = replace(config, ppo=replace(config.ppo, advantage_floor=(1.0, 1.0))).agent_config(few, many)
+    assert own.advantage_floor == pytest.approx((2.5**0.5, 1.0))
+    with pytest.raises(BadValueError, match=r"advantage_floor has 2 numbers for 1 tasks; use one per task"):
+        TrainConfig(ppo=replace(growth_ppo(), advantage_floor=(1.0, 2.0)))
 
 
 def test_a_run_of_two_tasks(tmp_path: Path) -> None:

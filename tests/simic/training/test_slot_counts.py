@@ -50,6 +50,7 @@ def collector_of(slots: int) -> RoundCollector:
 
 @pytest.mark.requirement(72)
 @pytest.mark.parametrize("slots", range(1, 11))
+@pytest.mark.default_cases("1", "3", "10")
 def test_a_full_round_with_any_number_of_slots(slots: int) -> None:
     """Features, masks, heads and buffer follow the task's slots through collection and update."""
     collector = collector_of(slots)

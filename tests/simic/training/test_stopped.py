@@ -34,6 +34,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", ["events", "checkpoint"])
+@pytest.mark.default_cases("checkpoint")
 def test_a_disk_that_takes_no_more(run: Path, whole: Path, place: str) -> None:
     """In the middle of the log, or of a checkpoint: the error says where and how to go on. The last good state is
     whole, nothing lies beside it, and once there is room the run ends as if nothing had happened."""

@@ -5,16 +5,17 @@ import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from nissa.watchers import Broken, Recorder
-from simic.training.tiny import NAME, tiny_task
+from simic.training.tiny import NAME, quick_config, tiny_task
 
 from esper.cli import main
-from esper.nissa import AlarmRaised, Hub, RoundMeasured, SinkSettings, find_metric
+from esper.nissa import AlarmRaised, CompileFailed, Hub, RoundMeasured, SinkSettings, find_metric
 from esper.nissa.catalogue import METRICS
 from esper.nissa.sinks import ConsoleSink
 from esper.simic.agent import PPOUpdateMetrics, TamiyoRolloutBuffer, UpdateObserver
@@ -115,6 +116,7 @@ def test_emitted_metrics_are_declared(runs: Runs, which: str) -> None:
 
 @pytest.mark.requirement(9)
 @pytest.mark.parametrize("console", [True, False])
+@pytest.mark.default_cases("True")
 def test_alarms_reach_the_hub_and_are_printed_once(console: bool, tmp_path: Path) -> None:
     """An extreme KL in the real loop reaches the hub, with or without a console."""
     trainer, recorder = start(tmp_path / "run", SinkSettings(console=console)), Recorder()
@@ -178,6 +180,32 @@ def test_sessions_of_a_run(tmp_path: Path) -> None:
     ]
     kinds = [event.kind for event in recorder.events if event.kind not in ("round", "alarm")]
     assert kinds == ["resumed", "ended"] * 3
+
+
+@pytest.mark.requirement(39)
+def test_a_failed_compile_is_an_event_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged once, with the round and the compiler's error, and sent to the sinks. The run is as in eager
+    mode."""
+
+    def broken(*args: object) -> None:
+        raise OSError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    config, recorder = quick_config(rounds=2), Recorder()
+    compiled = Trainer(replace(config, ppo=replace(config.ppo, compile="default")), tmp_path / "compiled")
+    compiled.recorder.hub.close()
+    compiled.recorder.hub = Hub([recorder])
+    with pytest.warns(RuntimeWarning, match="torch.compile failed, continuing without it"):
+        compiled.run(progress=False)
+    begun, failed, ended = read_lines(tmp_path / "compiled" / SESSIONS)
+    assert (begun["kind"], failed["kind"], ended["kind"]) == ("begun", "compile_failed", "ended")
+    assert failed["round"] == 0
+    assert "no compiler here" in failed["why"]
+    assert [event.round for event in recorder.events if isinstance(event, CompileFailed)] == [0]
+    eager = Trainer(config, tmp_path / "eager")
+    eager.run(progress=False)
+    logs = [(tmp_path / name / "events.jsonl").read_text() for name in ("compiled", "eager")]
+    assert logs[0] == logs[1]
 
 
 def test_a_run_tells_its_sessions(runs: Runs) -> None:

@@ -38,7 +38,8 @@ def play(
 ) -> tuple[list[PolicyView], list[Tensor], list[StepResult]]:
     """One episode under a policy: what it saw, did and got."""
     seeds = [host_seed("evaluation", rng_seed, group) for group in range(runner.groups.count)]
-    draws = action_draws(rng_seed, 0, runner.groups.grown, runner.fleet.task.steps, len(runner.table))
+    positions = [(0, env) for env in range(runner.groups.grown)]
+    draws = action_draws(rng_seed, "training", positions, runner.fleet.task.steps, len(runner.table))
     runner.begin(seeds)
     hidden_state = policy.initial_state([seed for seed in seeds for _ in range(runner.groups.members)])
     views, actions, results = [], [], []

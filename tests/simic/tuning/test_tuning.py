@@ -17,9 +17,9 @@ from esper.leyline import BadValueError, StorageError, UnknownNameError, derive_
 from esper.leyline.records import encode
 from esper.simic.evaluation import arena as arena_module
 from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer
-from esper.simic.evaluation.policies import make_policies
+from esper.simic.evaluation.policies import PolicySpec, make_policy
 from esper.simic.evaluation.workers import run_here
-from esper.simic.evaluation.yardsticks import extensions, one_seed_plans, plan_parameters
+from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import host_seed
 from esper.simic.tuning import Search, Trials, Tuned, search_heuristic, search_schedule, tune, write_tuned
@@ -60,6 +60,14 @@ def _luck(*place: int | str) -> float:
     return derive_seed("luck", *place) / 2**62 - 1
 
 
+def plan_parameters(plan: Plan, task: Task) -> int:
+    """Parameters that a plan grows."""
+    sizes = {
+        (slot.slot_id, offer.name): offer.parameters for slot in task.slot_config.slots for offer in slot.blueprints
+    }
+    return sum(sizes[seed.slot, seed.blueprint] for seed in plan.seeds)
+
+
 def planted(values: dict[tuple[str, str, int], float]) -> Callable[[Plan], float]:
     """Each seed is worth what is said, or −1."""
     return lambda plan: sum(values.get((seed.slot, seed.blueprint, seed.germinate_at), -1.0) for seed in plan.seeds)
@@ -96,8 +104,8 @@ def test_a_search_never_runs_what_it_cannot_pay() -> None:
     search = Search[Plan](Fake(lambda _: 0.0), 16, 0)
     search.used = 15
     with pytest.raises(BadValueError, match="1 of 16 episodes are left for 2 finalists"):
-        search.decide([Plan(), one_seed_plans(DIGITS)[0]])
-    assert len(search.halve("rest", one_seed_plans(DIGITS), 100)) == 1
+        search.decide([Plan(), extensions(Plan(), DIGITS)[0]])
+    assert len(search.halve("rest", extensions(Plan(), DIGITS), 100)) == 1
     assert search.used == 16
 
 
@@ -146,7 +154,7 @@ def test_finalists_meet_on_hosts_that_none_of_them_was_picked_on() -> None:
 def test_halves_go_on_and_see_more_hosts() -> None:
     """In each rung at most half of the candidates: the best by what all of them had shown until then."""
     search = Search[Plan](Fake(planted({}), noise=5.0), 480, 0)
-    plans = one_seed_plans(DIGITS)
+    plans = extensions(Plan(), DIGITS)
     alive = search.halve("one seed", plans, 240)
     by_code = {repr(encode(plan)): plan for plan in plans}
     rungs: dict[tuple[int, ...], list[Plan]] = {}
@@ -205,7 +213,7 @@ def test_everything_random_follows_from_the_seed(kind: str) -> None:
 def test_plans_fit_the_parameter_budget(name: str) -> None:
     """From the start, alone and together; and every way to grow one seed within it is there."""
     task = get_task(name)
-    plans = one_seed_plans(task)
+    plans = extensions(Plan(), task)
     offers = [
         (slot.slot_id, offer.name, when)
         for slot in task.slot_config.slots
@@ -224,7 +232,7 @@ def test_plans_fit_the_parameter_budget(name: str) -> None:
 
 
 def few_plans(task: Task) -> list[Plan]:
-    return [plan for plan in one_seed_plans(task) if plan.seeds[0].blueprint == "depthwise"][:3]
+    return [plan for plan in extensions(Plan(), task) if plan.seeds[0].blueprint == "depthwise"][:3]
 
 
 def few_configs() -> list[HeuristicConfig]:
@@ -246,6 +254,7 @@ def alone(runner: EpisodeRunner, policy: Policy, seeds: list[int]) -> list[float
 
 
 @pytest.mark.parametrize("kind", ["schedule", "heuristic"])
+@pytest.mark.default_cases("schedule")
 def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are packed: here three hosts in a fleet of two groups, some of it filled up."""
     task = tiny_task()
@@ -330,7 +339,7 @@ def test_the_command_searches_on_tuning_hosts_and_leaves_a_file(
     assert grown == {host_seed("tuning", 5, number) for number in hosts}
     assert {purpose_of(seed) for seed in grown} == {"tuning"}
     table = growth_table(head_preset("core"), task.slot_config)
-    (policy,) = make_policies(f"heuristic:{out}", task, table)
+    policy = make_policy(PolicySpec.parse(f"heuristic:{out}"), task, table)
     assert isinstance(policy, HeuristicTamiyo)
     assert encode(policy.config) == found["heuristic"]
     before = out.read_text()
@@ -349,8 +358,7 @@ def found(best: Plan | HeuristicConfig = PLAN) -> Tuned:
 
 
 def policy_of(spec: str) -> Policy:
-    (policy,) = make_policies(spec, DIGITS, growth_table(head_preset("core"), DIGITS.slot_config))
-    return policy
+    return make_policy(PolicySpec.parse(spec), DIGITS, growth_table(head_preset("core"), DIGITS.slot_config))
 
 
 def schedule_of(spec: str) -> Plan | Sequence[Plan]:
@@ -423,7 +431,7 @@ def test_every_shipped_file_can_be_used() -> None:
     for path in sorted(shipped.SHIPPED.glob("*.json")):
         kind, _, name = path.stem.partition("-")
         task = get_task(name)
-        make_policies(f"{kind}:shipped", task, growth_table(head_preset("core"), task.slot_config))
+        make_policy(PolicySpec.parse(f"{kind}:shipped"), task, growth_table(head_preset("core"), task.slot_config))
     assert (shipped.SHIPPED / "README.md").is_file(), "the folder is where it is looked for"
 
 

@@ -14,8 +14,9 @@ from simic.training.tiny import NAME, tiny_task
 from esper.leyline import BadValueError
 from esper.leyline.progress import ignore
 from esper.simic.evaluation.workers import call_in_worker, run_here
-from esper.simic.evaluation.yardsticks import one_seed_plans
+from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.tuning import Trials, shares, tune
+from esper.tamiyo.policies import Plan
 
 TRIALS = Trials(NAME, "schedule", "core", 1)
 
@@ -47,7 +48,7 @@ def test_shared_trials_are_the_same_trials() -> None:
     def advance(amount: int, words: str = "") -> None:
         counted.append(amount)
 
-    plans, hosts = one_seed_plans(tiny_task())[:5], [2, 3, 7]
+    plans, hosts = extensions(Plan(), tiny_task())[:5], [2, 3, 7]
     shared, whole = (TRIALS(run_here, workers, advance, plans, hosts) for workers in (4, 1))
     assert [value for row in shared for value in row] == pytest.approx(
         [value for row in whole for value in row], abs=1e-5

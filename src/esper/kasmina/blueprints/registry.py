@@ -15,9 +15,8 @@ from esper.leyline import (
     BlueprintOffer,
     SlotSpec,
     Topology,
-    UnknownNameError,
 )
-from esper.leyline.numbers import refuse
+from esper.leyline.numbers import refuse, require_known
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,13 @@ class BlueprintRegistry:
     @classmethod
     def names(cls, topology: Topology) -> list[str]:
         """Names for slots of that topology, in order of registration."""
-        if topology not in TOPOLOGIES:
-            raise UnknownNameError("topology", topology, TOPOLOGIES)
+        require_known("topology", topology, TOPOLOGIES)
         return [name for kind, name in cls._specs if kind == topology]
 
     @classmethod
     def spec(cls, topology: Topology, name: str) -> BlueprintSpec:
         """The spec of a blueprint."""
-        if name not in cls.names(topology):
-            raise UnknownNameError(f"{topology} blueprint", name, cls.names(topology))
+        require_known(f"{topology} blueprint", name, cls.names(topology))
         return cls._specs[topology, name]
 
     @classmethod

@@ -94,10 +94,7 @@ class Exporter:
         kind = type(module)
         bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.") and base is not nn.Module]
         if bases:
-            raise ExportError(
-                f"{path}: {kind.__name__} extends torch's {bases[0].__name__}, whose constructor is not known; "
-                "hold such a layer as a child instead of extending it"
-            )
+            raise ExportError(f"{path}: {kind.__name__} extends torch's {bases[0].__name__}; make that its child")
         methods, attributes = self._methods(module, path)
         parts: dict[str, tuple[str, Expression]] = {}  # name → (annotation, value)
         for name, child in module._modules.items():  # named_children() omits shared ones
@@ -150,10 +147,8 @@ class Exporter:
             return ("None" if value is None else type(value).__name__), repr(value)
         source = find_import(value, "torch.nn.functional", "torch")
         if source is None or not callable(value):
-            raise ExportError(
-                f"{label} is {value!r}; forward may only use attributes that are layers, parameters, buffers, plain "
-                "values or functions of torch"
-            )
+            allowed = "layers, parameters, buffers, plain values or functions of torch"
+            raise ExportError(f"{label} is {value!r}; forward may only use attributes that are {allowed}")
         self.file.import_as(source[1], *source)
         return "Callable[..., Tensor]", source[1]
 

@@ -199,9 +199,7 @@ class Method:
         try:
             self._source = textwrap.dedent(inspect.getsource(function))
         except (OSError, TypeError) as error:
-            raise ExportError(
-                f"{label} has no source to export ({error}); define it in a file rather than in a prompt"
-            ) from error
+            raise ExportError(f"{label} has no source to export ({error}); define it in a file") from error
         self.function, self.label = function, label
         self.tree = ast.parse(self._source)
         self._original = ast.dump(self.tree)
@@ -225,10 +223,8 @@ class Method:
         _WithoutNames(transformer.dropped).visit(self.tree)
         names = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
         if used := sorted(names & transformer.dropped):
-            raise ExportError(
-                f"{self.label} uses its batch statistics ({', '.join(used)}) for more than returning them, "
-                "so it has no plain counterpart; only collect and return them"
-            )
+            problem = f"uses its batch statistics ({', '.join(used)}) for more than returning them"
+            raise ExportError(f"{self.label} {problem}, so it has no plain counterpart; only collect and return them")
         ast.fix_missing_locations(self.tree)
 
     def bring_globals(self, file: GeneratedFile) -> None:
@@ -268,10 +264,8 @@ class Method:
         elif is_literal(value):
             file.define(name, f"{name} = {value!r}")
         else:
-            raise ExportError(
-                f"{self.label} refers to {name!r} ({type(value).__name__}), which "
-                "a torch-only file cannot have; use torch, the standard library, plain constants and functions"
-            )
+            remedy = "a torch-only file cannot have; use torch, the standard library, plain constants and functions"
+            raise ExportError(f"{self.label} refers to {name!r} ({type(value).__name__}), which {remedy}")
 
 
 def _free_names(tree: ast.Module) -> tuple[set[str], set[str]]:

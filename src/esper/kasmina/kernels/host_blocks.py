@@ -2,7 +2,7 @@
 
 - `norm_relu_pool`: BatchNorm, ReLU and 2×2 max pooling. Separate kernels read and write an activation eleven times.
   Here the forward pass reads it twice and writes a quarter; the backward pass recomputes, reads twice and writes once.
-- `resize_channels`: pads or cuts the channels per row, at the speed of a copy.
+- `resize_channels`: pads or cuts the channels per row, at the speed of a copy. Can mark rows that are not finite.
 - `mix_channels`: the 1×1 convolution of every row, for which cuDNN would launch a kernel per row.
 """
 
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ALL = tl.constexpr(tl.PropagateNan.ALL)  # a NaN stays one, so that losses show it
 COLUMNS = 128
 PIXELS = 32  # pooled ones per program: statistics are first summed over these, then over programs
 
@@ -44,11 +45,11 @@ def _forward_kernel(x, slope, offset, y, height, width, columns: tl.constexpr, B
     b = tl.load(offset + column, mask=inside)
     start = _window(pooled, height, width) * columns
     best = a * tl.load(x + start + column, mask=inside).to(tl.float32) + b
-    best = tl.maximum(best, a * tl.load(x + start + columns + column, mask=inside).to(tl.float32) + b)
+    best = tl.maximum(best, a * tl.load(x + start + columns + column, mask=inside).to(tl.float32) + b, ALL)
     start += width * columns
-    best = tl.maximum(best, a * tl.load(x + start + column, mask=inside).to(tl.float32) + b)
-    best = tl.maximum(best, a * tl.load(x + start + columns + column, mask=inside).to(tl.float32) + b)
-    tl.store(y + pooled.to(tl.int64) * columns + column, tl.maximum(best, 0.0), mask=inside)
+    best = tl.maximum(best, a * tl.load(x + start + column, mask=inside).to(tl.float32) + b, ALL)
+    best = tl.maximum(best, a * tl.load(x + start + columns + column, mask=inside).to(tl.float32) + b, ALL)
+    tl.store(y + pooled.to(tl.int64) * columns + column, tl.maximum(best, 0.0, ALL), mask=inside)
 
 
 @triton.jit
@@ -69,12 +70,12 @@ def _winner(x, start, width, columns: tl.constexpr, column, inside, a, b):  # ty
     best, which = a * x0 + b, tl.zeros_like(column)
     y1, y2, y3 = a * x1 + b, a * x2 + b, a * x3 + b
     which = tl.where(y1 > best, 1, which)
-    best = tl.maximum(best, y1)
+    best = tl.maximum(best, y1, ALL)
     which = tl.where(y2 > best, 2, which)
-    best = tl.maximum(best, y2)
+    best = tl.maximum(best, y2, ALL)
     which = tl.where(y3 > best, 3, which)
-    best = tl.maximum(best, y3)
-    return x0, x1, x2, x3, tl.where(best > 0.0, which, -1)
+    best = tl.maximum(best, y3, ALL)
+    return x0, x1, x2, x3, tl.where(best <= 0.0, -1, which)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -178,33 +179,55 @@ def norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _resize_kernel(x, y, elements, before: tl.constexpr, after: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """y (…, after) is x (…, before), cut or filled up with zeros."""
+def _resize_kernel(  # type: ignore[no-untyped-def]
+    x, y, marks, elements, rows: tl.constexpr, before: tl.constexpr, after: tl.constexpr, marked: tl.constexpr,
+    BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """y (…, rows, after) is x (…, rows, before), cut or filled up with zeros; if `marked`, finite, with marks (rows,).
+    Of equal width y is x: in the usual case it is read and nothing is written."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channel = index % after
-    value = tl.load(x + (index // after) * before + channel, mask=(index < elements) & (channel < before), other=0.0)
-    tl.store(y + index, value, mask=index < elements)
+    if before == after:
+        value = tl.load(x + index, mask=index < elements, other=0.0)
+    else:
+        seen = (index < elements) & (index % after < before)
+        value = tl.load(x + (index // after) * before + index % after, mask=seen, other=0.0)
+    if marked:
+        broken = (tl.abs(value.to(tl.float32)) < float("inf")) == 0
+        value = tl.where(broken, 0.0, value)
+        if tl.max(broken.to(tl.int32), 0) > 0:  # few blocks need the divisions
+            tl.store(marks + index // after % rows, tl.full((BLOCK,), float("nan"), tl.float32), mask=broken)
+            if before == after:
+                tl.store(y + index, value, mask=broken)
+    if before != after:
+        tl.store(y + index, value, mask=index < elements)
 
 
 class _ResizeChannels(torch.autograd.Function):
-    """(…, before) → (…, channels), contiguous."""
+    """(…, R, before) → (…, R, channels), contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, channels: int) -> Tensor:
-        ctx.before = x.shape[-1]
-        y = torch.empty(*x.shape[:-1], channels, device=x.device, dtype=x.dtype)
-        grid = (triton.cdiv(y.numel(), 1024),)
-        _resize_kernel[grid](x.contiguous(), y, y.numel(), x.shape[-1], channels, 1024)
+    def forward(ctx: Any, x: Tensor, channels: int, marks: Tensor | None) -> Tensor:
+        *space, rows, ctx.before = x.shape
+        x = x.contiguous()
+        y = x.view_as(x) if ctx.before == channels else x.new_empty(*space, rows, channels)
+        if marks is not None or ctx.before != channels:
+            _resize_kernel[(triton.cdiv(y.numel(), 1024),)](
+                x, y, x if marks is None else marks, y.numel(), rows, ctx.before, channels, marks is not None, 1024
+            )
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _ResizeChannels.apply(g, ctx.before), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _ResizeChannels.apply(g, ctx.before, None), None, None  # type: ignore[no-untyped-call]
 
 
-def resize_channels(x: Tensor, channels: int) -> Tensor:
-    """The last axis cut, or filled up with zeros."""
-    return _ResizeChannels.apply(x, channels)  # type: ignore[no-any-return, no-untyped-call]
+def resize_channels(x: Tensor, channels: int, marks: Tensor | None = None) -> Tensor:
+    """The last axis of x (…, R, C) cut, or filled up with zeros.
+
+    With `marks` (R,) of zeros the result is finite: what is not becomes 0, and the mark of its row NaN. Without a new
+    width x itself changes, which costs no more than reading it.
+    """
+    return _ResizeChannels.apply(x, channels, marks)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

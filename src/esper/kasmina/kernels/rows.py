@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from esper.kasmina.kernels.host_blocks import resize_channels
+
 TILE = 2048  # numbers per program and loop step
 COLUMNS = 128  # of such a tile
 
@@ -261,22 +263,28 @@ class _SameConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        pad, groups = weight.shape[-1] // 2, ctx.groups
+        pad, groups, width = weight.shape[-1] // 2, ctx.groups, weight.shape[1]
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         to_x = to_weight = None
-        if ctx.needs_input_grad[0]:
-            turned = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
-            turned = turned.contiguous(memory_format=torch.channels_last)
-            to_x = torch.conv2d(gradient, turned, padding=pad, groups=groups)
         if ctx.needs_input_grad[1]:
             _, to_weight, _ = torch.ops.aten.convolution_backward(
                 gradient, x, weight, None, [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, [False, True, False]
             )
+        if ctx.needs_input_grad[0]:
+            marks = gradient.new_zeros(groups)
+            finite = resize_channels(gradient.permute(0, 2, 3, 1).unflatten(-1, (groups, width)), width, marks)
+            turned = (weight.unflatten(0, (groups, width)) + marks[:, None, None, None, None]).transpose(1, 2)
+            turned = turned.flatten(0, 1).flip(2, 3).contiguous(memory_format=torch.channels_last)
+            to_x = torch.conv2d(finite.flatten(-2).permute(0, 3, 1, 2), turned, padding=pad, groups=groups)
         return to_x, to_weight, None
 
 
 def same_conv(x: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """x (B, G·C, H, W), weight (G·C, C, k, k) with odd k."""
+    """x (B, G·C, H, W), finite, weight (G·C, C, k, k) with odd k. Gradients may be anything.
+
+    cuDNN multiplies a group's channels with the zeros between the groups' weights too, and 0 · NaN is NaN. So what a
+    convolution reads must be finite; a NaN in the weights stays in its group.
+    """
     return _SameConv.apply(x, weight, groups)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -3,7 +3,7 @@
 from esper.simic.agent.checkpoint import load_agent, save_agent
 from esper.simic.agent.config import PPOConfig
 from esper.simic.agent.environments import SpaceError
-from esper.simic.agent.learning import Learned, learn
+from esper.simic.agent.learning import Learned, LearnProgress, learn
 from esper.simic.agent.losses import compute_gae, compute_per_head_advantages
 from esper.simic.agent.metrics import HeadMetrics, PPOUpdateMetrics, UpdateObserver
 from esper.simic.agent.ppo import BehaviourGapError, NotFiniteError, PPOAgent
@@ -12,6 +12,7 @@ from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 __all__ = [
     "BehaviourGapError",
     "HeadMetrics",
+    "LearnProgress",
     "Learned",
     "NotFiniteError",
     "PPOAgent",

@@ -75,8 +75,8 @@ class PPOConfig:
     """Initial share of uniform choices in the policy; it falls to 0 at `explore_until`, and is 0 in evaluation."""
     explore_until: float = 0.6
     """Share of the run."""
-    advantage_floor: float = 1e-3
-    """Minimum standard deviation that divides advantages."""
+    advantage_floor: float | tuple[float, ...] = 1e-3
+    """Minimum standard deviation that divides advantages; one number, or one per task."""
     normalise_observations: bool = True
     normalise_rewards: bool = True
     """Scale rewards by the deviation of the discounted return (`learn` only)."""
@@ -90,8 +90,10 @@ class PPOConfig:
             require_whole(name, getattr(self, name), 1)
         for name in ("gamma", "clip_end"):
             require_share(name, getattr(self, name))
-        for name in ("rate", "clip", "clip_norm", "advantage_floor"):
+        for name in ("rate", "clip", "clip_norm"):
             require_positive(name, getattr(self, name))
+        for floor in self.advantage_floor if isinstance(self.advantage_floor, tuple) else (self.advantage_floor,):
+            require_positive("advantage_floor", floor)
         for name in ("target_kl", "value_clip", "huber"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name), remark="; None switches it off")
@@ -105,6 +107,14 @@ class PPOConfig:
         for kind, name, known in (("compile mode", self.compile, CompileMode), ("clipping", self.clipping, Clipping)):
             if name not in get_args(known):
                 raise UnknownNameError(kind, name, get_args(known))
+
+    def floors(self, tasks: int) -> tuple[float, ...]:
+        """The floor of the advantages of each task."""
+        floor = self.advantage_floor
+        floors = floor if isinstance(floor, tuple) else (floor,) * tasks
+        if len(floors) != tasks:
+            raise BadValueError(f"advantage_floor has {len(floors)} numbers for {tasks} tasks; use one per task")
+        return floors
 
     def entropy_at(self, progress: float) -> float:
         """Entropy coefficient at a share of the run."""

@@ -84,6 +84,11 @@ def read_spaces(env: "gymnasium.Env[Any, Any]") -> SpaceCodec:
     if isinstance(observed, spaces.Discrete):
         size, categories, start = int(observed.n), int(observed.n), int(observed.start)
     elif isinstance(observed, spaces.Box):
+        if len(observed.shape) > 2 or (len(observed.shape) == 2 and observed.dtype == np.uint8):
+            raise SpaceError(
+                f"observations of shape {observed.shape}, {observed.dtype}, are images, and this network has no "
+                "convolutions; compute features in a wrapper, or use gymnasium.wrappers.FlattenObservation"
+            )
         size, categories, start = int(np.prod(observed.shape)), 0, 0
     else:
         raise SpaceError(

@@ -1,8 +1,11 @@
 """Training on Gymnasium environments with discrete actions."""
 
+import math
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,22 +20,36 @@ from esper.simic.agent.environments import RESET_SEEDS, EnvBatch, MakeEnv, Space
 from esper.simic.agent.metrics import PPOUpdateMetrics
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
-from esper.simic.control import RewardNormalizer
+from esper.simic.control import RewardNormalizer, RunningMeanStd
 from esper.tamiyo.network import HiddenState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RECENT = 100  # episodes in the mean return that the progress bar shows
+RECENT = 100  # episodes in the mean return of a `LearnProgress`
 EVALUATED_AT_ONCE = 16
 
 
+@dataclass(frozen=True)
+class RewardScale:
+    """Statistics of the discounted returns whose deviation divides rewards."""
+
+    mean: float
+    var: float
+    count: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean) and 0 <= self.var < math.inf and 0 <= self.count < math.inf):
+            raise BadValueError(f"{self}: these are not finite, or below 0")
+
+
 class Learned:
-    """A trained policy, ready to act, evaluate and save."""
+    """A trained policy, ready to act, evaluate, save and train further."""
 
     def __init__(self, agent: PPOAgent, codec: SpaceCodec, make_env: MakeEnv | None = None) -> None:
         self.agent, self.codec, self.make_env = agent, codec, make_env
-        self.history: list[PPOUpdateMetrics] = []  # one entry per update
+        self.reward_statistics = RunningMeanStd(1)
+        self.history: list[PPOUpdateMetrics] = []  # one entry per update; not saved, as `returns`
         self.returns: list[tuple[int, float]] = []  # (environment steps so far, return) of every training episode
 
     def act(
@@ -91,15 +108,28 @@ class Learned:
 
     def save(self, folder: Path | str) -> None:
         """Write a checkpoint: safetensors and JSON, nothing pickled."""
-        save_agent(self.agent, Path(folder), {"codec": self.codec})
+        scale = RewardScale(**{name: float(value) for name, value in self.reward_statistics.state_dict().items()})
+        save_agent(self.agent, Path(folder), {"codec": self.codec, "rewards": scale})
 
     @classmethod
     def load(cls, folder: Path | str, make_env: MakeEnv | None = None, *, device: str = "cpu") -> "Learned":
         """Read a checkpoint. `make_env`, for evaluation, must have the spaces of training."""
-        agent, extras = load_agent(Path(folder), {"codec": SpaceCodec}, device=device)
+        agent, extras = load_agent(Path(folder), {"codec": SpaceCodec, "rewards": RewardScale}, device=device)
         if make_env is not None:
             EnvBatch(make_env, 1, extras["codec"]).close()
-        return cls(agent, extras["codec"], make_env)
+        learned = cls(agent, extras["codec"], make_env)
+        scale = {name: torch.tensor([value], dtype=torch.float64) for name, value in vars(extras["rewards"]).items()}
+        learned.reward_statistics.load_state_dict(scale)
+        return learned
+
+
+class LearnProgress(NamedTuple):
+    """The state of a training after an update, for callbacks."""
+
+    learned: Learned  # the policy so far, to evaluate or save
+    steps: int  # environment steps so far
+    mean_return: float  # of the last 100 episodes; NaN before the first has ended
+    metrics: PPOUpdateMetrics
 
 
 def normalise(agent: PPOAgent, observations: Tensor) -> Tensor:
@@ -116,27 +146,39 @@ def learn(
     config: PPOConfig | None = None,
     device: str = "cpu",
     progress: bool = True,
+    callback: Callable[[LearnProgress], bool | None] | None = None,
+    start: Learned | None = None,
 ) -> Learned:
     """Train a policy with PPO on the environments that `make_env()` returns.
 
     Observations may be Box or Discrete, actions Discrete or MultiDiscrete. Masks come from `info["action_mask"]` or a
     method `action_masks()`; for MultiDiscrete, as one array per component or one for all. Training runs as many whole
-    rounds of `n_envs × config.steps` steps as `total_steps` allows.
+    rounds of `n_envs × config.steps` steps as `total_steps` allows. It calls `callback` after every update, and ends
+    early if that returns False. `start`, trained or loaded, is trained further on its device with its configuration;
+    `total_steps` then includes the steps that it has done.
     """
-    config = config if config is not None else PPOConfig()
-    require_whole("total_steps", total_steps, n_envs * config.steps, remark=f" (a round: {n_envs} × {config.steps})")
-    envs = EnvBatch(make_env, n_envs)
-    table, layout, rounds = envs.codec.table, envs.codec.layout, total_steps // (n_envs * config.steps)
+    if start is not None and config not in (None, start.agent.config):
+        raise BadValueError("start is trained further with its own config, and another one was given; omit config")
+    config, done = (config or PPOConfig(), 0) if start is None else (start.agent.config, start.agent.updates)
+    size, remark = n_envs * config.steps, f" ({done + 1} rounds of {n_envs} × {config.steps}; {done} are done)"
+    require_whole("total_steps", total_steps, (done + 1) * size, remark=remark)
+    envs = EnvBatch(make_env, n_envs, None if start is None else start.codec)
+    table, layout, rounds = envs.codec.table, envs.codec.layout, total_steps // size
     rng_seed = derive_seed(seed, "agent") % 2**62
-    agent = PPOAgent(table, layout, config, total_updates=rounds, rng_seed=rng_seed, device=device)
-    learned = Learned(agent, envs.codec, make_env)
+    learned = start or Learned(PPOAgent(table, layout, config, rng_seed=rng_seed, device=device), envs.codec)
+    agent, learned.make_env = learned.agent, make_env
+    agent.total_updates = rounds
     collector = RolloutCollector(envs, agent, learned.returns)
-    envs.reset(seed)
-    with closing(envs), progress_bar("learning", rounds, shown=progress) as advance:
-        for _ in range(rounds):
+    collector.rewards.statistics, collector.steps = learned.reward_statistics, done * size
+    envs.reset(derive_seed(seed, "round", done) if done else seed)  # other episodes than before
+    with closing(envs), progress_bar("learning", rounds - done, shown=progress) as advance:
+        for _ in range(done, rounds):
             learned.history.append(agent.update(collector.collect()))
-            recent = [total for _, total in learned.returns[-RECENT:]]
-            advance(1, f"return {np.mean(recent or np.nan):.4g}")
+            recent = float(np.mean([total for _, total in learned.returns[-RECENT:]] or np.nan))
+            advance(1, f"return {recent:.4g}")
+            state = LearnProgress(learned, collector.steps, recent, learned.history[-1])
+            if callback is not None and isinstance(wanted := callback(state), bool | np.bool_) and not wanted:
+                break
     return learned
 
 

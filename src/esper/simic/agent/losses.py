@@ -29,8 +29,9 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates of all envs at once, and the returns A + V. Both are 0 after an env's last step.
 
-    All tensors are (envs, steps), `lengths` (envs,). `ends` marks the last step of a segment; `bootstraps` is the value
-    after it if the segment was truncated or cut, and 0 if it terminated. λ' is 1 if the next step is forced, else λ:
+    All tensors are (envs, steps), `lengths` (envs,). `ends` marks the last step of a sequence; `bootstraps` is the
+    value after it if the sequence was truncated or cut, and 0 if it terminated. λ' is 1 if the next step is forced,
+    else λ:
 
         δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γ·λ'·A_{t+1}
 
@@ -81,9 +82,9 @@ class Standardised(NamedTuple):
     floored: Tensor  # bool: the deviation was below the floor; False for tasks without a step
 
 
-def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float) -> Standardised:
+def standardise(advantages: Tensor, weight: Tensor, tasks: Tensor, n_tasks: int, floor: float | Tensor) -> Standardised:
     """Centre and scale advantages (n,) per task by their moments over the steps with `weight` (n,) bool. The floor of
-    the deviation keeps rounds without differences from being scaled up into noise."""
+    the deviation, or (n_tasks,), keeps rounds without differences from being scaled up into noise."""
     zeros = torch.zeros(n_tasks, dtype=advantages.dtype, device=advantages.device)
     count = zeros.index_add(0, tasks, weight.to(advantages.dtype))
     divisor = count.clamp(min=1)

@@ -26,11 +26,6 @@ class HeadMetrics:
     learnable_fraction: float
     uncentred: bool
 
-    @property
-    def learnable(self) -> bool:
-        """Whether any step decided it."""
-        return self.learnable_fraction > 0
-
 
 @dataclass(frozen=True)
 class PPOUpdateMetrics:
@@ -141,7 +136,7 @@ def summarise(
 def _read(
     prepared: PreparedRound, records: list[MinibatchRecord], clip: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Figures of the round, and those of minibatches (minibatches, heads or 1), in float64 on the CPU. Host sync: one
+    """Figures of the round, and those of minibatches (minibatches, heads or 1), in float64 on the CPU. Device sync: one
     for all of them. Figures that only the first epoch has come from its minibatches."""
     by_round, by_minibatch = _round_figures(prepared), _movement(prepared, records, clip)
     for name in records[0].figures:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ class Reference(NamedTuple):
 
     log_probs: Tensor  # (cells, heads)
     decided: Tensor  # (cells, heads) bool: heads that were used and had several legal choices
-    values: Tensor  # (cells,), normalised
+    values: Tensor  # (cells,), normalised; in a prepared round with the statistics after it
     gap: Tensor  # max |log-prob − collected log-prob|
 
     @property
@@ -91,14 +92,17 @@ def prepare_round(
     valid, advantages, returns = (tensor.flatten() for tensor in (buffer.valid, *estimates))
     deciding, tasks = valid & ~forced, buffer.cell_tasks
     n_tasks = len(returns_normalizer.statistics.mean)
-    standardised = losses.standardise(advantages, deciding, tasks, n_tasks, config.advantage_floor)
+    floors = buffer.moved(np.array(config.floors(n_tasks), np.float32))
+    standardised = losses.standardise(advantages, deciding, tasks, n_tasks, floors)
     decided = reference.decided & valid.unsqueeze(1)
-    # Selected on the device, without a sync: statistics without a selected value stay as they are.
+    old = returns_normalizer.restore(reference.values, tasks)
+    # A mask instead of an `if`, which would be a sync: without a selected value the statistics do not change.
     returns_normalizer.update(returns, tasks, valid & reference.accepted & returns.isfinite().all())
     weights = torch.where(deciding, 1.0, config.forced_value_weight) * valid
     weight, decisions = weights.sum(), deciding.sum().clamp(min=1)
     by_head = losses.compute_per_head_advantages(standardised.advantages, decided, centred=config.centred)
-    targets = returns_normalizer.normalise(returns, tasks)
+    targets, old = (returns_normalizer.normalise(each, tasks) for each in (returns, old))
+    reference = reference._replace(values=old)  # a clip compares values and targets in the same units
     counts = (decided.sum(0).clamp(min=1), decisions, weight.where(weight > 0, 1.0))
     scales = (minibatches / count for count in counts)
     return PreparedRound(buffer, reference, by_head, standardised, returns, targets, weights, decisions, *scales)

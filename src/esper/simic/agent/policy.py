@@ -36,7 +36,7 @@ class LearnedPolicy:
         return decision.actions, hidden_state
 
     def forget(self, hidden_state: HiddenState, envs: Tensor) -> HiddenState:
-        """Reset the hidden state of the envs (n,) bool that start a new segment."""
+        """Reset the hidden state of the envs (n,) bool that start a new sequence."""
         return hidden_state[0].where(~envs[:, None], 0.0), hidden_state[1].where(~envs[:, None], 0.0)
 
 

@@ -1,4 +1,5 @@
-"""Proximal policy optimisation for recurrent, masked, factored policies."""
+"""Proximal policy optimisation for policies that are recurrent, masked (some choices are illegal) and factored (an
+action is one choice per head)."""
 
 import warnings
 from collections.abc import Callable
@@ -38,9 +39,9 @@ class NotFiniteError(EsperError, FloatingPointError):
 class PPOAgent:
     """A policy with its optimiser, normalisers and schedules.
 
-    One round: `act` for every step into a `TamiyoRolloutBuffer`, `recompute_values` if the end of an episode tells the
-    critic more, then `update`. All randomness comes from the agent's own generator, on the CPU, so that draws do not
-    depend on the device.
+    One round: `act` for every step into a `TamiyoRolloutBuffer`, then `update`. If the end of an episode completes what
+    the critic observes, call `recompute_values` in between. All randomness comes from the agent's own generator, on the
+    CPU, so that draws do not depend on the device.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class PPOAgent:
             network = FactoredRecurrentActorCritic(table, layout, self.config.network)
         self.network = network.to(self.device)
         self.generator = torch.Generator().manual_seed(rng_seed)
+        # Normalisers: running statistics, not data.
         self.observations = ObservationNormalizer(layout.columns(), device=self.device)
         self.returns = ReturnNormalizer(tasks, device=self.device)
         named = list(self.network.named_parameters())
@@ -77,6 +79,7 @@ class PPOAgent:
         self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
         owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
         self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head
+        self.compile_error = ""  # why the compiler failed, until someone has logged it
         self.compile(self.config.compile)
 
     @property
@@ -108,6 +111,7 @@ class PPOAgent:
                 raise
             warnings.warn(f"torch.compile failed, continuing without it: {error}", RuntimeWarning, stacklevel=3)
             self.compile("off")
+            self.compile_error = str(error)
             return work(*arguments, **settings)
 
     def normalise(self, raw: Tensor) -> Tensor:
@@ -127,8 +131,9 @@ class PPOAgent:
     ) -> tuple[Decision, Tensor, HiddenState]:
         """Actions, the critic's outputs (n,) (see `values_of`), and the next hidden state.
 
-        Observations (n, size) are normalised. `uniform` (n, heads) are the draws; by default the agent's generator
-        makes them. Host sync: one, which checks all heads for empty masks and numbers that are not finite.
+        Observations (n, size) are normalised. Actions are sampled from `uniform` (n, heads), random numbers in [0, 1);
+        by default the agent's generator draws them. Device sync: one, which checks all heads for empty masks and
+        numbers that are not finite.
         """
         if not greedy and uniform is None:
             uniform = torch.rand((len(observations), len(self.table)), generator=self.generator)
@@ -139,10 +144,10 @@ class PPOAgent:
         values = self.network.value(core, encoded)
         numbers = torch.cat([observations.flatten(), values, decision.log_probs.flatten()])
         if not bool((decision.choices.amin() > 0) & numbers.isfinite().all()):
-            self._explain(observations, decision)
+            self._raise_cause(observations, decision)
         return decision, values, hidden_state
 
-    def _explain(self, observations: Tensor, decision: Decision) -> None:
+    def _raise_cause(self, observations: Tensor, decision: Decision) -> None:
         if len(bad := (~observations.isfinite()).nonzero()):
             env, column = bad[0].tolist()
             name = self.layout.column_names[int(self.layout.columns()[column])]
@@ -163,7 +168,7 @@ class PPOAgent:
 
     @torch.no_grad()
     def recompute_values(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Recompute the values of a round after its observations have changed. Host sync: one, for `ends`."""
+        """Recompute the values of a round after its observations have changed. Device sync: one, for `ends`."""
         sequences = buffer.sequences()
         batch = buffer.batch(sequences, np.unique(sequences.rows).tolist())
         encoded = self.network.encode(buffer.observations.flatten(0, 1)[batch.cells])
@@ -172,7 +177,12 @@ class PPOAgent:
         buffer.values.view(-1)[batch.cells] = values
 
     def update(self, buffer: TamiyoRolloutBuffer, observer: UpdateObserver | None = None) -> PPOUpdateMetrics:
-        """Learn from a round. Host syncs: at most epochs + 2 (`ends`, one per epoch, the metrics)."""
+        """Learn from a round. Device syncs: at most epochs + 2 (`ends`, one per epoch, the metrics).
+
+        Rows of the buffer are divided into minibatches, those into pieces (to save memory). The policy's outputs before
+        the update are the reference for ratios; with them, advantages and targets are fixed for all epochs. The first
+        minibatch whose KL is too large ends the update.
+        """
         config, progress = self.config, self.progress
         self._check(buffer)
         sequences = buffer.sequences()
@@ -181,9 +191,9 @@ class PPOAgent:
         prepared = prepare_round(buffer, reference, self.returns, config, len(partition))
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(progress)
-        # What has no weight in the loss is measured in the first epoch only.
+        # Entropies and logit spreads cost time. If the loss does not contain them, only the first epoch measures them.
         regularised = config.entropy_at(progress) > 0 or config.logit_penalty > 0
-        halted = ~reference.accepted  # on the device; once set, no step is taken
+        halted = ~reference.accepted  # on the device; once set, no step is taken (`_count_or_refuse` raises)
         records: list[MinibatchRecord] = []
         pieces: list[Minibatch] = []
         for epoch in range(config.epochs):
@@ -204,10 +214,10 @@ class PPOAgent:
                 self.optimizer.step()
                 record.figures.update(halted=halted, norm=norm, factor=factor, head_norms=head_norms)
                 records.append(record)
-            if bool(halted):  # host sync: one per epoch
+            if bool(halted):  # device sync: one per epoch
                 break
         metrics = summarise(prepared, records, epoch + 1, self)
-        self._count(metrics)
+        self._count_or_refuse(metrics)
         return metrics
 
     def _check(self, buffer: TamiyoRolloutBuffer) -> None:
@@ -235,7 +245,7 @@ class PPOAgent:
     def _evaluate(
         self, observations: Tensor, masks: Masks, actions: Tensor, batch: Batch, epsilon: float, *, measured: bool
     ) -> tuple[Decision, Tensor]:
-        """Decision and normalised values of a batch's steps, in packed order."""
+        """Decision and normalised values of a batch's steps, in packed order (see `Stretches`)."""
         encoded = self._encode(observations)
         core = self.network.unroll(encoded.trunk, batch.stretches, batch.hidden_state)
         decision = self._decide(core, encoded, masks, epsilon, actions=actions, measured=measured)
@@ -310,7 +320,7 @@ class PPOAgent:
         torch._foreach_mul_(gradients, factor)
         return total, factor, norms.square().unsqueeze(1).where(self._owners, 0.0).sum(0).sqrt()
 
-    def _count(self, metrics: PPOUpdateMetrics) -> None:
+    def _count_or_refuse(self, metrics: PPOUpdateMetrics) -> None:
         """Count the update, unless nothing was learnt. Raises if another policy collected the round, or no gradient
         has been finite for too long."""
         if not metrics.behaviour_gap <= GAP_REFUSED:

@@ -1,8 +1,8 @@
 """The experience of a round, in preallocated tensors.
 
-Rows are envs, columns steps; a cell is one step of one env. A row is divided into sequences at every end of a segment
-(`ends`). The first sequence starts from the env's hidden state at the start of the round, every other from zeros. So
-the update unrolls exactly what was collected, and one hidden state per row suffices.
+Rows are envs, columns steps; a cell is one step of one env. A row is divided into sequences after every step that
+`ends` marks. The first sequence starts from the env's hidden state at the start of the round, every other from zeros.
+So the update unrolls exactly what was collected, and one hidden state per row suffices.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class Step(NamedTuple):
     log_probs: Tensor  # (n, heads)
     values: Tensor  # (n,) of the state before the action
     rewards: Tensor  # (n,)
-    ends: Tensor  # (n,) bool: the segment ends with this step, and the hidden state is reset
-    bootstraps: Tensor  # (n,): value of the next state where a segment was truncated, else 0
+    ends: Tensor  # (n,) bool: the sequence ends with this step, and the hidden state is reset
+    bootstraps: Tensor  # (n,): value of the next state where a sequence was truncated, else 0
 
 
 class Batch(NamedTuple):
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences of a round, on the host."""
+    """The sequences of a round, on the CPU."""
 
     starts: Array  # index of the first cell of each
     lengths: Array
@@ -132,7 +132,7 @@ class TamiyoRolloutBuffer:
 
     @torch.no_grad()
     def cut(self, values: Tensor) -> None:
-        """End the round. Segments that have not ended bootstrap from the values (n_envs,) of their next states."""
+        """End the round. Sequences that have not ended bootstrap from the values (n_envs,) of their next states."""
         _check("values", values, self.bootstraps, (self.n_envs,))
         rows = torch.arange(self.n_envs, device=self.device)
         last = (self.lengths - 1).clamp(min=0)
@@ -154,7 +154,7 @@ class TamiyoRolloutBuffer:
         return self.tasks.repeat_interleave(self.capacity)
 
     def sequences(self) -> Sequences:
-        """The sequences of all rows. Host sync: one, for `ends`."""
+        """The sequences of all rows. Device sync: one, for `ends`."""
         ends = self.ends.cpu().numpy()
         sequences = []
         for row, length in enumerate(self._lengths):

@@ -213,7 +213,12 @@ def run_comparisons(
             everyone = [contender for group in groups.values() for contender in group]
             done = iter(run_contenders(everyone, run_all, advance, cache))
             results |= {entry: [next(done) for _ in group] for entry, group in groups.items()}
-    compared = {each.task: _on_one_task(each, policies, results, margin, warnings) for each in configs}
+    compared = {}
+    for each in configs:
+        sampled = {spec.text: results[Contender(each, spec)] for spec in policies}
+        likeliest = {one.spec.text: rows for one, rows in results.items() if one.config == each and one.greedy}
+        claims, kinds = compare_all(sampled, margin), kinds_of_hosts(each, sampled)
+        compared[each.task] = TaskComparison(each, sampled, claims, likeliest, kinds, warnings)
     mean = compare_rows(_over_tasks(compared), margin) if len(tasks) > 1 else []
     return EvaluationReport(compared, mean, warnings)
 
@@ -222,19 +227,6 @@ def _by_seed(entry: Contender, results: Mapping[Contender, list[Result]]) -> lis
     if entry.spec.base is None:
         return [replace(entry, spec=member) for member in entry.spec.members]
     return [replace(entry, base=result) for result in results[replace(entry, spec=entry.spec.base)]]
-
-
-def _on_one_task(
-    config: EvaluationConfig,
-    policies: Sequence[PolicySpec],
-    results: Mapping[Contender, list[Result]],
-    margin: float,
-    warnings: list[str],
-) -> TaskComparison:
-    sampled = {spec.text: results[Contender(config, spec)] for spec in policies}
-    greedy = {one.spec.text: rows for one, rows in results.items() if one.config == config and one.greedy}
-    kinds = kinds_of_hosts(config, sampled)
-    return TaskComparison(config, sampled, compare_all(sampled, margin), greedy, kinds, warnings)
 
 
 def _over_tasks(tasks: dict[str, TaskComparison]) -> Rows:

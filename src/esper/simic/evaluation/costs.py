@@ -36,7 +36,7 @@ class Structure(NamedTuple):
 
     @classmethod
     def of(cls, stage: Tensor, blueprint: Tensor) -> "Structure":
-        """From the columns of a `SlotView`. Host sync: two small tensors."""
+        """From the columns of a `SlotView`. Device sync: two small tensors."""
         return cls(stage.cpu().numpy().astype(float), blueprint.cpu().numpy().astype(float))
 
     @classmethod

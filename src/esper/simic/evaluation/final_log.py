@@ -33,13 +33,11 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = 
     """Append the entry to every run's `final.jsonl`, or to none if one cannot be written. Returns a warning for each
     run that was signed before, or that started from one that was. `resumed`: equal entries do not count."""
     same = entry if resumed else None
-    warnings = [warning for run in runs for warning in _earlier(run, str(run), same)]
-    warnings += [
-        warning
-        for run in runs
-        for ancestor in _ancestors(run)
-        for warning in _earlier(ancestor, f"{run} started from the controller of {_relative(ancestor)}, which", same)
-    ]
+    signed = [(run, str(run)) for run in runs]
+    for run in runs:
+        started = f"{run} started from the controller of"
+        signed += [(ancestor, f"{started} {_relative(ancestor)}, which") for ancestor in _ancestors(run)]
+    warnings = [warning for folder, subject in signed for warning in _earlier(folder, subject, same)]
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(JsonLines(run / FINAL)) for run in runs]

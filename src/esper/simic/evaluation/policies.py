@@ -1,18 +1,20 @@
 """Policy specs: the names of policies on the command line, and what they stand for."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
+from esper.leyline.records import flatten
 from esper.simic.agent.policy import load_policy
 from esper.simic.evaluation.results import Result
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.hosts import Purpose, check_device
-from esper.simic.training.run_folder import RunFolder, checkpoints_of, read_config
+from esper.simic.training.run_folder import checkpoints_of, read_config
 from esper.tamiyo import ActionTable, Policy, growth_layout, growth_table
 from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, SchedulePolicy, WaitPolicy
 from esper.tamiyo.policies.shipped import TUNED_KINDS, TunedKind, read_heuristic, read_plan, shipped_file
@@ -78,37 +80,22 @@ class PolicySpec:
 
     def files(self, task: Task) -> list[Path]:
         """The files that define the policy: a plan, thresholds, or the last checkpoint of every run."""
-        checkpoints = [RunFolder.last_checkpoint(Path(run)) for run in self.runs]
+        checkpoints = [checkpoints_of(Path(run)).newest() for run in self.runs]
         weights = [path for folder in checkpoints if folder is not None for path in sorted(folder.iterdir())]
         return [self.tuned_file(task)] if self.file else weights
 
 
-def is_learned(text: str) -> bool:
-    """Whether a spec consists of run folders; controls of a learned policy do not count."""
-    return PolicySpec.parse(text).learned
-
-
-def base_of(text: str) -> str:
+def base_of(text: str) -> PolicySpec:
     """The policy that a control starts from; any other spec itself."""
     spec = PolicySpec.parse(text)
-    return (spec.base or spec).text
-
-
-def short_name(text: str) -> str:
-    """The short name of a policy spec."""
-    return PolicySpec.parse(text).short
+    return spec.base or spec
 
 
 def short_names(specs: Iterable[str]) -> dict[str, str]:
     """Short names by spec; specs whose short names are equal are given in full."""
-    short = {spec: short_name(spec) for spec in specs}
+    short = {spec: PolicySpec.parse(spec).short for spec in specs}
     times = Counter(short.values())
     return {spec: name if times[name] == 1 else spec for spec, name in short.items()}
-
-
-def make_policies(text: str, task: Task, table: ActionTable, device: str = "cpu") -> list[Policy]:
-    """Build the policies behind one name: one, or one per run folder."""
-    return [make_policy(member, task, table, device) for member in PolicySpec.parse(text).members]
 
 
 def make_policy(
@@ -136,7 +123,7 @@ def _load_run(path: Path, table: ActionTable, slots: SlotConfig, device: str, *,
     if not path.is_dir():
         raise UnknownNameError("policy", str(path), (*RULES, "a run folder"))
     layout = growth_layout(slots, sensing=read_config(path).sensing)
-    if (checkpoint := RunFolder.last_checkpoint(path)) is None:
+    if (checkpoint := checkpoints_of(path).newest()) is None:
         raise BadValueError(f"{path} has no checkpoint: its first round is not complete; evaluate it later")
     return load_policy(checkpoint, table, layout, greedy=greedy, device=device)
 
@@ -214,41 +201,28 @@ FREE = ("seed", "start", "device", "threads", "data_dir", "alarms")  # may diffe
 
 def check_same_recipe(runs: Sequence[str]) -> None:
     """Raise unless these are different runs of one configuration, because claims count training seeds."""
-    folders: dict[Path, str] = {}
-    origins: dict[tuple[int, Path | None], str] = {}
-    recipe = _recipe(read_config(Path(runs[0])))
-    for run in runs:
-        folder = Path(run).resolve()
-        if folder in folders:
-            raise BadValueError(f"{folders[folder]} and {run} are one folder, and so one training seed; name it once")
-        folders[folder] = run
-        config = read_config(folder)
-        other = _recipe(config)
-        for name in recipe | other:
-            if recipe.get(name) != other.get(name):
+    configs = [(run, read_config(Path(run))) for run in runs]
+    for (first, one), (second, other) in combinations(configs, 2):
+        if Path(first).resolve() == Path(second).resolve():
+            raise BadValueError(f"{first} and {second} are one folder, and so one training seed; name it once")
+        recipe, its = _recipe(one), _recipe(other)
+        for name in recipe | its:
+            if recipe.get(name) != its.get(name):
                 raise BadValueError(
-                    f"{runs[0]} and {run} are no training seeds of one configuration: {name} is {recipe.get(name)!r} "
-                    f"in the first and {other.get(name)!r} in the second; put a comma between them instead of +"
+                    f"{first} and {second} are no training seeds of one configuration: {name} is {recipe.get(name)!r} "
+                    f"in the first and {its.get(name)!r} in the second; put a comma between them instead of +"
                 )
         # The seed determines everything random; beside it, only the start of a run can differ.
-        origin = config.seed, None if config.start is None else config.start.resolve()
-        if origin in origins:
+        starts = [None if config.start is None else config.start.resolve() for config in (one, other)]
+        if one.seed == other.seed and starts[0] == starts[1]:
             raise BadValueError(
-                f"{origins[origin]} and {run} have the same configuration and training seed {config.seed}, so one is a "
-                "copy of the other; name one of them"
+                f"{first} and {second} have the same configuration and training seed {one.seed}, so one is a copy of "
+                "the other; name one of them"
             )
-        origins[origin] = run
 
 
 def _recipe(config: TrainConfig) -> dict[str, object]:
-    return _flat({name: value for name, value in asdict(config).items() if name not in FREE})
-
-
-def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
+    return dict(flatten({name: value for name, value in asdict(config).items() if name not in FREE}, "."))
 
 
 def unfinished(runs: Sequence[Path]) -> list[str]:

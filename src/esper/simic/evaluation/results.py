@@ -24,12 +24,6 @@ class Fossil(NamedTuple):
         """`slot/blueprint`."""
         return f"{self.slot_id}/{self.blueprint}"
 
-    @classmethod
-    def named(cls, name: str) -> "Fossil":
-        """The fossil of this name, blended by addition at full strength."""
-        slot_id, blueprint = name.split("/")
-        return cls(slot_id, blueprint)
-
 
 @dataclass(frozen=True)
 class Result:

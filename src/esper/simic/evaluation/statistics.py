@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline import BadValueError, derive_seed
-from esper.leyline.numbers import p_value, t_quantile
-from esper.simic.evaluation.policies import base_of, is_learned
+from esper.leyline.numbers import CLAIM_SEEDS, p_value, t_quantile
+from esper.simic.evaluation.policies import PolicySpec, base_of
 from esper.simic.evaluation.results import Result
 
 Array = NDArray[np.float64]
@@ -85,10 +85,10 @@ def crossed(left: Array, right: Array) -> Estimate:
     policies add up; a policy with one row has none. The host part is that of the difference. They come from mean
     squares M, as M_seed − M_rest and M_host − M_rest. A part below zero counts as zero, and its M is omitted.
 
-    Degrees of freedom are Satterthwaite's, variance² / Σ (c·M)² / f over the mean squares that remain, but seeds and
-    hosts count 1 + CAUTION · (1 − share) / f times, share being what their c·M make up of the variance. Without this,
-    a small M_seed, which has f = 4, makes the error small and the degrees of freedom many at once, and intervals cover
-    94.2 % where seeds and hosts weigh alike. There is at least one degree of freedom.
+    Degrees of freedom are Satterthwaite's: variance² / Σ (c·M)² / f over the mean squares that remain. There is at
+    least one. The terms of seeds and hosts are multiplied by 1 + CAUTION · (1 − share) / f, where share is their part
+    of the variance. Without this, a small M_seed (f = 4) gives a small error and many degrees of freedom at once.
+    Intervals then cover only 94.2 % where seeds and hosts weigh alike.
     `benchmarks/crossed_statistics.py` measures how often the intervals and verdicts are wrong.
     """
     hosts = left.shape[-1]
@@ -147,8 +147,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-CLAIM_SEEDS = 5
-"""Training seeds below which a difference is a report and no claim."""
 MARGIN = 1.0
 """Points by which a policy may be worse and still be called not worse."""
 
@@ -185,27 +183,14 @@ def compare_rows(rows: Rows, margin: float = MARGIN) -> list[Claim]:
     A claim needs five training seeds of every learned policy in it. A control of a policy is paired with it seed by
     seed.
     """
-    firsts = [name for name in rows if is_learned(name)] or list(rows)[:1]
+    firsts = [name for name in rows if PolicySpec.parse(name).learned] or list(rows)[:1]
     pairs = [(name, other) for place, name in enumerate(firsts) for other in rows if other not in firsts[: place + 1]]
-    differences = [compare(rows[name], rows[other], paired=base_of(other) == name) for name, other in pairs]
-    adjusted = holm([difference.p for difference in differences])
-
-    return [
-        _claim(name, other, difference, p, margin, [len(rows[n]) for n in (name, other) if is_learned(base_of(n))])
-        for (name, other), difference, p in zip(pairs, differences, adjusted, strict=True)
-    ]
-
-
-def _claim(name: str, other: str, difference: Difference, adjusted_p: float, margin: float, seeds: list[int]) -> Claim:
-    """`seeds`: how many each learned policy of the two has."""
-    enough = bool(seeds) and min(seeds) >= CLAIM_SEEDS
-    return Claim(
-        name,
-        other,
-        difference,
-        adjusted_p,
-        enough,
-        enough and adjusted_p < 0.05 and difference.mean > 0,
-        enough and difference.low > -margin,
-        margin,
-    )
+    differences = [compare(rows[name], rows[other], paired=base_of(other).text == name) for name, other in pairs]
+    claims = []
+    for (name, other), difference, p in zip(pairs, differences, holm([each.p for each in differences]), strict=True):
+        seeds = [len(rows[each]) for each in (name, other) if base_of(each).learned]
+        enough = bool(seeds) and min(seeds) >= CLAIM_SEEDS
+        superior = enough and p < 0.05 and difference.mean > 0
+        not_worse = enough and difference.low > -margin
+        claims.append(Claim(name, other, difference, p, enough, superior, not_worse, margin))
+    return claims

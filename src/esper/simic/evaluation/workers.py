@@ -71,7 +71,7 @@ def host_seeds(config: EvaluationConfig) -> list[int]:
 
 def host_draws(config: EvaluationConfig, hosts: Iterable[int], steps: int, heads: int) -> torch.Tensor:
     """Random draws of policies (steps, hosts, heads), a function of the host alone."""
-    return torch.cat([action_draws(config.seed, host, 1, steps, heads, config.purpose) for host in hosts], 1)
+    return action_draws(config.seed, config.purpose, [(host, 0) for host in hosts], steps, heads)
 
 
 def run_job(job: Job) -> list[Result]:

@@ -116,33 +116,18 @@ def _widths(channels: list[int]) -> Iterator[list[int]]:
 CHOOSING, SCORED = slice(0, None, 2), slice(1, None, 2)  # the images that choose the plan, and the images that score it
 
 
-def one_seed_plans(task: Task) -> list[Plan]:
-    """Slot × blueprint × germination at 0, T/4, T/2, within the parameter budget."""
-    return extensions(Plan(), task)
-
-
 def extensions(plan: Plan, task: Task) -> list[Plan]:
-    """The plan with one more seed, in every way that the parameter budget allows."""
-    occupied = {seed.slot for seed in plan.seeds}
-    budget = task.parameter_budget - plan_parameters(plan, task)
+    """The plan with one more seed: slot × blueprint × germination at 0, T/4, T/2, within the parameter budget."""
+    slots, occupied = task.slot_config.slots, {seed.slot for seed in plan.seeds}
+    sizes = {(slot.slot_id, offer.name): offer.parameters for slot in slots for offer in slot.blueprints}
+    budget = task.parameter_budget - sum(sizes[seed.slot, seed.blueprint] for seed in plan.seeds)
     times = list(dict.fromkeys((0, task.steps // 4, task.steps // 2)))
     return [
-        Plan((*plan.seeds, PlannedSeed(slot.slot_id, offer.name, when)))
-        for slot in task.slot_config.slots
-        for offer in slot.blueprints
+        Plan((*plan.seeds, PlannedSeed(slot, blueprint, when)))
+        for (slot, blueprint), parameters in sizes.items()
         for when in times
-        if slot.slot_id not in occupied and offer.parameters <= budget
+        if slot not in occupied and parameters <= budget
     ]
-
-
-def plan_parameters(plan: Plan, task: Task) -> int:
-    """Parameters that a plan grows."""
-    return sum(
-        offer.parameters
-        for seed in plan.seeds
-        for offer in task.slot_config[seed.slot].blueprints
-        if offer.name == seed.blueprint
-    )
 
 
 def plan_policy(runner: EpisodeRunner, plans: Sequence[Plan]) -> SchedulePolicy:
@@ -152,7 +137,7 @@ def plan_policy(runner: EpisodeRunner, plans: Sequence[Plan]) -> SchedulePolicy:
 
 def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
     """The best plan of each host, with hindsight, and its result. It is a bound, so its search has no cost."""
-    task, plans = arena.task, one_seed_plans(arena.task)
+    task, plans = arena.task, extensions(Plan(), arena.task)
     columns = arena.run(plan_policy, plans, seeds, _by_half).unbind(-1)
     chosen, chosen_control, accuracy, control, added = columns  # (hosts, plans)
     objectives, best = objective(chosen - chosen_control, added, task.host_parameters).max(1)

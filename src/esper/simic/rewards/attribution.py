@@ -224,7 +224,7 @@ def detect(slots: SlotView, gain: Tensor, limits: DetectorLimits) -> Suspects:
 def findings(
     suspects: Suspects, germinations: Tensor, contribution: Tensor, gain: Tensor, slot_ids: Sequence[str]
 ) -> tuple[Finding, ...]:
-    """The first suspicious step of every seed and suspicion, by step, env and slot. Host sync: a few in all.
+    """The first suspicious step of every seed and suspicion, by step, env and slot. Device sync: a few in all.
 
     `germinations` (T, N, S) counts the seeds that a slot has had; `contribution` (T, N, S); `gain` (T, N).
     """

@@ -152,7 +152,7 @@ FAMILIES: Mapping[str, Callable[[RewardConfig, RewardInputs], Rewarded]] = {
 
 
 def shaping(before: Tensor, after: Tensor, ends: Tensor, gamma: float) -> Tensor:
-    """γ Φ(s') − Φ(s), with Φ(s') := 0 where the segment ends."""
+    """γ Φ(s') − Φ(s), with Φ(s') := 0 where the sequence ends."""
     return gamma * torch.where(ends, 0.0, after.double()) - before.double()
 
 

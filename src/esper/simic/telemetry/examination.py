@@ -35,11 +35,6 @@ class RatioReport:
     not_a_number: dict[str, int]
     worst: tuple[Offender, ...]
 
-    @property
-    def offenders(self) -> int:
-        """The number of offenders, listed or not."""
-        return sum(sum(counts.values()) for counts in (self.exploded, self.vanished, self.not_a_number))
-
 
 @dataclass(frozen=True)
 class RatioExplosionDiagnostic:
@@ -56,7 +51,7 @@ class RatioExplosionDiagnostic:
     def __call__(
         self, ratios: Tensor, mask: Tensor | None = None, actions: Tensor | None = None, heads: Sequence[str] = (JOINT,)
     ) -> RatioReport:
-        """Report ratios (envs, steps, heads), or (envs, steps) of joint actions. Host sync: one.
+        """Report ratios (envs, steps, heads), or (envs, steps) of joint actions. Device sync: one.
 
         `mask`, of the same shape, says which ratios count; `actions` (envs, steps, heads) are listed with offenders.
         """
@@ -97,7 +92,7 @@ class ColumnStatistics:
 def observation_statistics(
     observations: Tensor, names: Sequence[str], columns: Tensor | None = None, *, bound: float = CLIP
 ) -> dict[str, ColumnStatistics]:
-    """Statistics by column of normalised observations (…, size). Host sync: one.
+    """Statistics by column of normalised observations (…, size). Device sync: one.
 
     `columns` (size,) maps each value to the index of its name (`ObservationLayout.columns()`); by default, one to one.
     """
@@ -151,7 +146,7 @@ class Examination:
 
     @torch.no_grad()
     def on_minibatch(self, network: nn.Module, cells: Tensor, log_ratios: Tensor, decided: Tensor) -> None:
-        """Measure the gradients, and store ratios that are the worst so far. No host sync."""
+        """Measure the gradients, and store ratios that are the worst so far. No device sync."""
         self._gradients.add(gradients_of(network))
         joint = log_ratios.where(decided, 0.0).sum(-1, keepdim=True)
         now, before = torch.cat([log_ratios, joint], -1), self._log_ratios[cells]
@@ -161,7 +156,7 @@ class Examination:
         self._decided[cells] = torch.cat([decided, decided.any(-1, keepdim=True)], -1)
 
     def report(self, lstm: Mapping[str, LstmHealth | None]) -> DetailReport:
-        """The figures of the update. Host syncs: one each for gradients and ratios, two for observations."""
+        """The figures of the update. Device syncs: one each for gradients and ratios, two for observations."""
         buffer, shape = self.buffer, (self.buffer.n_envs, self.buffer.capacity, len(self._heads))
         values, decided = self._log_ratios.exp().view(shape), self._decided.view(shape)
         ratios = RatioExplosionDiagnostic()(values, decided, buffer.actions, self._heads)

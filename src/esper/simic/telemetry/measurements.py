@@ -14,7 +14,7 @@ DEAD = 1e-6  # |h| below which a unit is silent
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
-    """Copies of tensors on the CPU, in float64 and their own shapes. Host sync: one in all.
+    """Copies of tensors on the CPU, in float64 and their own shapes. Device sync: one in all.
 
     Counts stay exact up to 2^53. Tensors of several devices are gathered on the first accelerator among them.
     """
@@ -69,7 +69,7 @@ def module_of(name: str) -> str:
 
 @torch.no_grad()
 def measure_gradients(gradients: Mapping[str, Tensor | None]) -> dict[tuple[str, str], Tensor]:
-    """By module and device (6,): sum of squares, largest |entry|, NaN, infinities, zeros, size. No host sync.
+    """By module and device (6,): sum of squares, largest |entry|, NaN, infinities, zeros, size. No device sync.
 
     No control flow depends on data, so that a compiled caller stays one graph.
     """
@@ -98,13 +98,13 @@ class GradientMonitor:
         self._measured: dict[str, bool] = {}
 
     def add(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Measure the gradients of one pass, by parameter. No host sync."""
+        """Measure the gradients of one pass, by parameter. No device sync."""
         for name, gradient in gradients.items():
             self._measured[name] = self._measured.get(name, False) or _has_values(gradient)
         self._passes.append(measure_gradients(gradients))
 
     def report(self) -> GradientReport:
-        """Figures by module. Host sync: one, for any number of passes and devices."""
+        """Figures by module. Device sync: one, for any number of passes and devices."""
         keys = [(index, name) for index, figures in enumerate(self._passes) for name, _ in figures]
         tensors = [tensor for figures in self._passes for tensor in figures.values()]
         rows = [row.tolist() for row in fetch(*tensors)] if tensors else []
@@ -139,7 +139,7 @@ def _combine(passes: list[list[list[float]]]) -> GradientFigures | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
 def collect_gradients(gradients: Mapping[str, Tensor | None]) -> GradientReport:
-    """Figures of one pass by module. Host sync: one."""
+    """Figures of one pass by module. Device sync: one."""
     monitor = GradientMonitor()
     monitor.add(gradients)
     return monitor.report()
@@ -167,7 +167,7 @@ class LstmHealth:
 
 @torch.no_grad()
 def compute_lstm_health(hidden: Tensor | tuple[Tensor, Tensor] | None) -> LstmHealth | None:
-    """Health of (hidden, cell), or of hidden alone, each (…, units); None without a state. Host sync: one.
+    """Health of (hidden, cell), or of hidden alone, each (…, units); None without a state. Device sync: one.
 
     Measure it in the middle of an episode: at the end the state is reset, and looks dead.
     """

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from esper.nissa.events import Severity
 from esper.simic.agent import PPOUpdateMetrics
@@ -37,6 +37,11 @@ class Evidence(NamedTuple):
         """A figure of the LSTM's health, if it was measured."""
         value: float | None = getattr(self.facts.lstm, figure, None)
         return value
+
+    def offenders(self, kind: Literal["exploded", "vanished"]) -> str:
+        """A remark on the number of joint ratios of a kind, if they were examined."""
+        report = self.facts.ratios
+        return "" if report is None else f"; {getattr(report, kind).get(JOINT, 0)} {kind}"
 
 
 @dataclass(frozen=True)
@@ -79,18 +84,6 @@ def broken_gradients(evidence: Evidence) -> list[Reading]:
     return flag("number of minibatches with a gradient that is not finite", bool(count or modules), count, 0, remark)
 
 
-def high_ratio(evidence: Evidence) -> list[Reading]:
-    report = evidence.facts.ratios
-    remark = "" if report is None else f"; {report.exploded.get(JOINT, 0)} exploded"
-    return above("largest joint ratio", evidence.metrics.joint_ratio_max, evidence.limits.ratio_high, remark=remark)
-
-
-def low_ratio(evidence: Evidence) -> list[Reading]:
-    report = evidence.facts.ratios
-    remark = "" if report is None else f"; {report.vanished.get(JOINT, 0)} vanished"
-    return below("smallest joint ratio", evidence.metrics.joint_ratio_min, evidence.limits.ratio_low, remark=remark)
-
-
 def joint_kl(metrics: PPOUpdateMetrics) -> float:
     """The largest joint KL of a minibatch; NaN if any is."""
     return max((metrics.max_kl, metrics.approx_kl), key=lambda kl: math.inf if math.isnan(kl) else kl)
@@ -125,7 +118,7 @@ def small_gradients(evidence: Evidence) -> Iterator[Reading]:
     metrics, unit = evidence.metrics, evidence.clip_norm
     yield from below("gradient norm", metrics.pre_clip_grad_norm, GRADIENT_LOW * unit)
     for name, head in metrics.heads.items():
-        if head.learnable:
+        if head.learnable_fraction > 0:
             yield from below(f"gradient norm of head {name}", head.grad_norm, HEAD_GRADIENT_LOW * unit, name)
 
 
@@ -177,13 +170,17 @@ RULES = (
         "ratio_exploded",
         "the joint ratio of a step exceeds {ratio_high}",
         "see the offenders in the ratio report; lower the learning rate, the epochs or the target KL",
-        high_ratio,
+        lambda e: above(
+            "largest joint ratio", e.metrics.joint_ratio_max, e.limits.ratio_high, remark=e.offenders("exploded")
+        ),
     ),
     warning(
         "ratio_vanished",
         "the joint ratio of a step falls below {ratio_low}",
         "see the offenders in the ratio report; lower the learning rate, the epochs or the target KL",
-        low_ratio,
+        lambda e: below(
+            "smallest joint ratio", e.metrics.joint_ratio_min, e.limits.ratio_low, remark=e.offenders("vanished")
+        ),
     ),
     warning(
         "kl_spike",

@@ -1,6 +1,6 @@
 """A round of episodes under the agent's policy: rewards, the rollout buffer, and a record for the logs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,8 +31,8 @@ def reward_step(
     config: RewardConfig, runner: EpisodeRunner, view: PolicyView, actions: Tensor, result: StepResult
 ) -> Rewarded:
     """Rewards of all grown envs for the step from `view` to `result`."""
-    task, like, names = runner.fleet.task, result.accuracy, runner.table.names
-    nothing = torch.zeros_like(like)
+    task, accuracy, names = runner.fleet.task, result.accuracy, runner.table.names
+    zeros = torch.zeros_like(accuracy)
     inputs = RewardInputs(
         potential=runner.potential,
         op=actions[:, names.index("op")],
@@ -42,14 +42,14 @@ def reward_step(
         seed_parameters=result.seed_parameters,
         gain=result.gain,
         control_accuracy=result.control_accuracy,
-        chance_accuracy=torch.full_like(like, 100 / task.classes),
+        chance_accuracy=torch.full_like(accuracy, 100 / task.classes),
         loss=result.loss,
         acting_parameters=result.acting_parameters,
         fossil_parameters=result.fossil_parameters,
-        host_parameters=torch.full_like(like, task.host_parameters),
-        terminal=torch.full_like(like, runner.done, dtype=torch.bool),
-        objective_gain=result.hardened_gain if runner.done else nothing,
-        objective_loss=nothing if result.hardened_loss is None else result.hardened_loss,
+        host_parameters=torch.full_like(accuracy, task.host_parameters),
+        terminal=torch.full_like(accuracy, runner.done, dtype=torch.bool),
+        objective_gain=result.hardened_gain if runner.done else zeros,
+        objective_loss=zeros if result.hardened_loss is None else result.hardened_loss,
         panic=result.panics,
     )
     return compute_reward(config, inputs)
@@ -61,7 +61,7 @@ class RoundRecord(NamedTuple):
     task: str
     slots: SlotConfig
     heads: tuple[str, ...]  # names of the action heads
-    first_env: int  # its number among the envs of all tasks
+    first_env: int  # number of the first env among the grown envs of all tasks
     objective: Tensor  # (n,): hardened gain minus rent of the fossils, points
     gain: Tensor  # (n,): of the hardened hosts
     accuracy: Tensor  # (n,): of the hardened hosts, percent
@@ -73,7 +73,7 @@ class RoundRecord(NamedTuple):
     accuracies: Tensor  # (steps, n): of the growing hosts
     control_accuracies: Tensor  # (steps, n)
     alphas: Tensor  # (steps, n, slots): during each step's training
-    suspect_counts: Tensor  # (3,): acting seeds with a measured contribution; of these, hacking; ransomware
+    suspect_counts: Tensor  # (3,): acting seeds with a measured contribution; those under each suspicion (`Suspects`)
     suspects: tuple[Finding, ...]
     lstm: LstmHealth | None  # halfway through the episode
     changes: list[tuple[int, SeedChange]]  # (step, change)
@@ -81,17 +81,10 @@ class RoundRecord(NamedTuple):
 
 
 def action_draws(
-    rng_seed: int,
-    round_index: int,
-    envs: int,
-    steps: int,
-    heads: int,
-    purpose: Purpose = "training",
-    first_env: int = 0,
+    rng_seed: int, purpose: Purpose, positions: Iterable[tuple[int, int]], steps: int, heads: int
 ) -> Tensor:
     """(steps, envs, heads) in [0, 1): a stream per env, a pure function of (seed, purpose, round, env)."""
-    numbers = range(first_env, first_env + envs)
-    seeds = [derive_seed(rng_seed, "actions", purpose, round_index, env) for env in numbers]
+    seeds = [derive_seed(rng_seed, "actions", purpose, *position) for position in positions]
     streams = [torch.rand((steps, heads), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(streams, 1)
 
@@ -125,11 +118,11 @@ class RoundCollector:
         )
 
     def collect(self, round_index: int) -> list[RoundRecord]:
-        """Play one round with the current policy; its observations update the statistics when it is complete."""
+        """Play one round with the current policy. Afterwards, update the normaliser of observations with it."""
         agent = self.agent
         self.buffer.begin(agent.network.initial_state(self.buffer.n_envs), agent.epsilon)
         records = [self._play(round_index, runner, rows) for runner, rows in zip(self.runners, self.rows, strict=True)]
-        agent.recompute_values(self.buffer)
+        agent.recompute_values(self.buffer)  # `_play` has filled in the control's final accuracy, for the critic
         if agent.progress >= agent.config.freeze_after:
             agent.observations.freeze()
         agent.observations.update(torch.cat([record.features.flatten(0, 1) for record in records]))
@@ -141,7 +134,8 @@ class RoundCollector:
         with self.spans("begin"):
             runner.begin([host_seed("training", self.rng_seed, round_index, group) for group in groups])
         steps, heads = runner.fleet.task.steps, len(runner.table)
-        draws = action_draws(self.rng_seed, round_index, len(rows), steps, heads, first_env=rows.start)
+        positions = [(round_index, env) for env in rows]
+        draws = action_draws(self.rng_seed, "training", positions, steps, heads)
         rollout = _Rollout(self, runner, rows, draws)
         play_episode(runner, rollout.act, rollout.on_step)
         return rollout.record()
@@ -160,6 +154,7 @@ class _Rollout:
         self.lstm: LstmHealth | None = None
 
     def act(self, view: PolicyView) -> Tensor:
+        """Sample actions (n, heads). Keeps what `on_step` needs to store the decision."""
         self.observations = self.agent.normalise(view.features)
         self.decision, self.values, self.hidden_state = self.agent.act(
             self.observations, view.masks, self.hidden_state, epsilon=self.buffer.epsilon, uniform=self.draws[view.step]
@@ -167,17 +162,19 @@ class _Rollout:
         return self.decision.actions
 
     def on_step(self, step: int, view: PolicyView, actions: Tensor, result: StepResult) -> None:
+        """Reward the step and store it; reset the hidden state of envs that end."""
         runner, rows = self.runner, self.rows
         with self.spans("reward"):
             rewarded = reward_step(self.collector.reward, runner, view, actions, result)
-        runner.potential = rewarded.potential
+        runner.potential = rewarded.potential  # the critic sees it in the next view
         if step == runner.fleet.task.steps // 2:
             with self.spans("watch"):
                 self.lstm = compute_lstm_health(self.hidden_state)
         ends = result.panics | runner.done
         values = self.agent.values_of(self.values, self.buffer.tasks[rows.start : rows.stop])
         decided = (self.observations, view.masks, actions, self.decision.log_probs, values)
-        transition = Step(*decided, rewarded.total.float(), ends, torch.zeros_like(values))  # nothing follows the end
+        bootstraps = torch.zeros_like(values)  # an end or a panic is final: no value follows
+        transition = Step(*decided, rewarded.total.float(), ends, bootstraps)
         self.buffer.add(transition, None if len(self.collector.runners) == 1 else rows)
         hidden, cell = self.hidden_state
         self.hidden_state = hidden.where(~ends[:, None], 0.0), cell.where(~ends[:, None], 0.0)

@@ -33,6 +33,7 @@ class TrainConfig:
     rounds: int = 20  # an episode of all hosts each, then an update of the policy
     hosts: int = 32  # hosts per round, controls included, divided equally among the tasks
     members: int = 3  # hosts per group, without its control
+    batch: int | None = None  # minibatch size of the hosts (default: the task's)
     seed: int = 0  # random seed of the run
     start: Path | None = None  # run whose trained controller and observation statistics this run starts with
     preset: str = "core"  # heads and ops of the controller: core or full
@@ -48,6 +49,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("rounds", "hosts", "members", "threads"):
             require_whole(name, getattr(self, name), 1)
+        if self.batch is not None:
+            require_whole("batch", self.batch, 1)
         head_preset(self.preset)
         for name in self.tasks:
             get_task(name)
@@ -58,6 +61,7 @@ class TrainConfig:
             )
         if self.isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
+        self.ppo.floors(len(self.tasks))
         check_gamma(self.reward.gamma, self.ppo.gamma)
 
     @property
@@ -66,12 +70,13 @@ class TrainConfig:
         return tuple(name.strip() for name in self.task.split(","))
 
     def agent_config(self, *tasks: Task) -> PPOConfig:
-        """PPO's settings, completed with what follows from the tasks: WAIT bias, steps and the floor of advantages."""
+        """PPO's settings, completed with what follows from the tasks: WAIT bias, steps and the floors of advantages."""
         ops = len(head_preset(self.preset).heads[0].choices)
         network = replace(self.ppo.network, first_bias=self.ppo.network.first_bias or (WAIT_BIAS, *(0.0,) * (ops - 1)))
         # The standard error of a gain in points, if the two hosts disagree on one image in ten.
         errors = (100 * float((0.1 / task.validation_size) ** 0.5) for task in tasks)
-        floor = max(self.ppo.advantage_floor, *errors)
+        floors = tuple(map(max, self.ppo.floors(len(tasks)), errors))
+        floor = floors if len(tasks) > 1 else floors[0]
         return replace(self.ppo, network=network, steps=max(task.steps for task in tasks), advantage_floor=floor)
 
 

@@ -36,7 +36,7 @@ class IllegalActionError(EsperError, RuntimeError):
     """A policy chose an action that the fleet refuses."""
 
 
-def values_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, names or numbers
+def choices_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, names or numbers
     """What the indices of a head stand for."""
     if head.choices == "slots":
         return slots.slot_ids
@@ -46,9 +46,12 @@ def values_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, name
 def apply_action(
     fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig
 ) -> StageChange | None:
-    """Carry out one action, an index per head. A head that the table lacks has its placeholder; WAIT returns None."""
+    """Carry out one action, an index per head of the table; other heads take their placeholder. WAIT returns None.
+
+    `env` is a number in the fleet.
+    """
     indices = dict(zip(table.names, action, strict=True))
-    chosen = {head.name: values_of(head, slots)[indices.get(head.name, head.placeholder)] for head in HEADS}
+    chosen = {head.name: choices_of(head, slots)[indices.get(head.name, head.placeholder)] for head in HEADS}
     slot_id, target = chosen["slot"], chosen["alpha_target"]
     ramp = {"steps": chosen["alpha_speed"], "curve": chosen["alpha_curve"]}
     try:
@@ -72,7 +75,7 @@ def apply_action(
 class SeedChange(NamedTuple):
     """A change of stage in a slot of a grown env."""
 
-    env: int
+    env: int  # number among the grown envs, as everywhere in results; the fleet's numbers include controls
     change: StageChange
     blueprint: str | None
 
@@ -119,8 +122,8 @@ class EpisodeRunner:
         self.final = False  # whether the end of an episode is scored on test images
         self.committed: list[RowScore] = []  # of every env of the fleet, hardened at the end of the last episode
         self.spans = Spans(enabled=False)  # times the parts of a step; replace it to switch that on
-        self._envs = groups.envs
-        self._rows = {env: row for row, env in enumerate(self._envs)}
+        self._envs = groups.envs  # grown envs, by their numbers in the fleet
+        self._rows = {env: row for row, env in enumerate(self._envs)}  # number in the fleet → among the grown envs
 
     @property
     def done(self) -> bool:
@@ -132,6 +135,7 @@ class EpisodeRunner:
         fleet, n = self.fleet, self.groups.grown
         fleet.reset(self.groups.spread(seeds))
         self.observer.begin()
+        # No scores with running statistics (`deployed`): controllers use calibrated ones.
         self.comparison: FleetComparison = fleet.validate(deployed=False)
         self.sensing: Sensing = self.prober()
         self._last_op = torch.full((n,), int(LifecycleOp.WAIT), device=fleet.device)
@@ -145,7 +149,10 @@ class EpisodeRunner:
         return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
 
     def step(self, actions: Tensor) -> StepResult:
-        """Apply the actions (n, heads), train, measure, let the governor check, tick."""
+        """Apply the actions (n, heads), train, measure, let the governor check, tick.
+
+        A host that the governor restores gets its scores from `earlier` back.
+        """
         fleet, seed_parameters = self.fleet, self._parameters(LIVE_STAGES)
         with self.spans("apply"):
             changes = self._apply(actions)
@@ -173,16 +180,16 @@ class EpisodeRunner:
         live = self._scores(self.comparison.main)
         return StepResult(*live, slots, seed_parameters, acting, fossil, panics, symptoms, *hardened, changes)
 
-    def _scores(self, rows: list[RowScore]) -> tuple[Tensor, Tensor, Tensor]:
-        """Accuracy of every grown env and of its control in percent, and its relative loss."""
-        percent, losses = accuracy_of(rows), loss_of(rows) / self.fleet.task.random_guess_loss
+    def _scores(self, scores: list[RowScore]) -> tuple[Tensor, Tensor, Tensor]:
+        """Accuracy of every grown env and of its control in percent, and its relative loss; `scores` are by env."""
+        percent, losses = accuracy_of(scores), loss_of(scores) / self.fleet.task.random_guess_loss
         return self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses)
 
     def _states(self) -> list[dict[str, SeedState]]:
         return [dict(self.fleet.states[env]) for env in self._envs]
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
-        """Carry out the actions; returns the changes of stage. Host sync: one, for the actions."""
+        """Carry out the actions; returns the changes of stage. Device sync: one, for the actions."""
         changes, states = [], self._states()
         for row, (env, action) in enumerate(zip(self._envs, actions.tolist(), strict=True)):
             change = apply_action(self.fleet, env, action, self.table, self.slots)

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina import SeedState, lifecycle
+from esper.kasmina import SeedState
 from esper.kasmina.blending import gate_parameters
 from esper.kasmina.compare import RowScore
+from esper.kasmina.gates import GATES
 from esper.leyline import LIVE_STAGES, SeedStage, SlotSpec
 from esper.simic.training.hosts import Groups
 from esper.tamiyo.features import SLOT_COLUMNS
@@ -49,7 +50,7 @@ class Observer:
     def look(
         self, comparison: FleetComparison, sensing: Sensing, potential: Tensor, last_op: Tensor, last_succeeded: Tensor
     ) -> TrainingSignals:
-        """Signals of all grown envs after a step. Host sync: one, for accuracies and losses of all rows."""
+        """Signals of all grown envs after a step. Device sync: one, for accuracies and losses of all rows."""
         fleet, groups, task = self.fleet, self.groups, self.fleet.task
         accuracies, losses = accuracy_of(comparison.main), loss_of(comparison.main)
         accuracy, control = groups.grown_of(accuracies), groups.control_of(accuracies)
@@ -146,7 +147,7 @@ def loss_of(rows: Sequence[RowScore]) -> Tensor:
 
 
 def _passes(state: SeedState, target: SeedStage, fleet: HostFleet) -> bool:
-    return lifecycle.evaluate_gate(state, target, fleet.config.thresholds).passed
+    return GATES[target](state, fleet.config.thresholds).passed
 
 
 def _cost(slot: SlotSpec, name: str) -> float:

@@ -27,7 +27,7 @@ from esper.simic.telemetry import (
     worst_health,
 )
 from esper.simic.training.collect import RoundRecord
-from esper.simic.training.episode import values_of
+from esper.simic.training.episode import choices_of
 from esper.simic.training.run_folder import SESSIONS, Restored, RunFolder, TelemetryState, git_hash
 from esper.storage.interrupts import termination_interrupts
 from esper.storage.logs import JsonLines, end_of_lines
@@ -92,6 +92,12 @@ class Recorder:
             log.write(**events.as_line(event))
         self.hub.publish(event)
 
+    def note_failed_compile(self, agent: PPOAgent, round_index: int) -> None:
+        """Log that the compiler failed in this round, if it did: in `sessions.jsonl`, for it depends on the machine."""
+        if agent.compile_error:
+            self._note(events.CompileFailed(_now(), round_index, agent.compile_error))
+            agent.compile_error = ""
+
     @contextmanager
     def tracing(self, round_index: int, spans: Spans) -> Iterator[None]:
         """Trace the block if it is the round to profile, with the spans as ranges in the trace."""
@@ -152,7 +158,7 @@ def decided(actions: Sequence[Sequence[int]], heads: Sequence[str], slots: SlotC
     acted = [(step, action) for step, action in enumerate(actions) if action[op] != LifecycleOp.WAIT]
     columns: dict[str, Column] = {"step": [step for step, _ in acted]}
     for index, head in enumerate(_HEADS[name] for name in heads):
-        values = [v.name if isinstance(v, LifecycleOp) else v for v in values_of(head, slots)]
+        values = [v.name if isinstance(v, LifecycleOp) else v for v in choices_of(head, slots)]
         columns[head.name] = [values[action[index]] if action[op] in head.ops else None for _, action in acted]
     return columns
 
@@ -204,7 +210,7 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
-    """What the anomaly detector reads of a round. Host sync: a few."""
+    """What the anomaly detector reads of a round. Device sync: a few."""
     acting, hacking, ransomware = torch.stack([record.suspect_counts for record in records]).sum(0).tolist()
     return RoundFacts(
         episodes=sum(len(record.objective) for record in records),

@@ -192,11 +192,6 @@ class RunFolder:
             run = cls(path, config, checkpoints, lock, offsets)
         return run, restored._replace(remarks=tuple(remarks))
 
-    @staticmethod
-    def last_checkpoint(path: Path) -> Path | None:
-        """The newest checkpoint of a run; None before the first round is complete."""
-        return checkpoints_of(path).newest()
-
     def save(self, agent: PPOAgent, rounds: int, telemetry: TelemetryState) -> None:
         """Write the checkpoint after `rounds` rounds, with the state of the logs. Ctrl-C waits for it."""
         with interrupts_held():
@@ -271,7 +266,7 @@ def _check_beginning(path: Path) -> None:
 
 def begin_with(agent: PPOAgent, run: Path) -> None:
     """Give a new agent what the last checkpoint of a run has learnt: weights, and frozen observation statistics."""
-    folder = RunFolder.last_checkpoint(run)
+    folder = checkpoints_of(run).newest()
     if folder is None:
         raise CheckpointError(f"{run} has no checkpoint to start from; name a run with at least one complete round")
     learned, _ = load_agent(folder, device=str(agent.device))
@@ -282,7 +277,6 @@ def begin_with(agent: PPOAgent, run: Path) -> None:
     agent.network.load_state_dict(learned.network.state_dict())
     agent.observations.statistics.load_state_dict(learned.observations.statistics.state_dict())
     agent.observations.frozen = True
-    if len(agent.returns.statistics.mean) == len(
-        learned.returns.statistics.mean
-    ):  # else the critic finds its scale anew
-        agent.returns.statistics.load_state_dict(learned.returns.statistics.state_dict())
+    returns, its_returns = agent.returns.statistics, learned.returns.statistics
+    if len(returns.mean) == len(its_returns.mean):  # otherwise the critic finds its scale anew
+        returns.load_state_dict(its_returns.state_dict())

@@ -1,9 +1,11 @@
 """The training loop: collect a round, update the policy, record it.
 
-An *episode* is the life of one host, T *steps* of one decision each. A *round* is one episode of all hosts in lockstep
-and one update of the policy. A *group* is hosts that begin alike; one of them, the *control*, never grows.
+An *episode* is the life of one host, T *steps* of one decision each. A host with its episode is an *env*. A *round* is
+one episode of all hosts in lockstep and one update of the policy. A *group* is hosts that begin alike; one of them, the
+*control*, never grows. The others, the *grown* envs, belong to the policy.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,14 +19,18 @@ from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, check_device, growth_fleet
 from esper.simic.training.recorder import Recorder
-from esper.simic.training.run_folder import Restored, RunFolder, begin_with, check_settings
+from esper.simic.training.run_folder import Restored, RunFolder, begin_with, check_settings, checkpoints_of
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
 from esper.tolaria import get_task
 
 
 class Trainer:
-    """A run in its folder, new or resumed."""
+    """A run in its folder, new or resumed.
+
+    `runners` play episodes, one runner per task; `collector` fills the rollout buffer from them; `agent` holds the
+    policy and updates it; `recorder` writes logs and checkpoints.
+    """
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class Trainer:
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
             device=config.device,
         )
-        if config.start is not None and (not resume or RunFolder.last_checkpoint(folder) is None):
+        if config.start is not None and (not resume or checkpoints_of(folder).newest() is None):
             begin_with(agent, config.start)
         # Last, so that a run that cannot start leaves nothing behind.
         if resume:
@@ -68,7 +74,7 @@ class Trainer:
             self.folder, restored = RunFolder.create(folder, config, keep_checkpoints), Restored(agent)
         self.agent, self.round = restored.agent, restored.rounds
         self.recorder = Recorder(self.folder, restored, sinks, profile)
-        if config.start is not None and not resume:  # that run may continue, and this one be killed in its first round
+        if config.start is not None and not resume:  # a resume must not read `config.start` again: it may have changed
             self.recorder.save(self.agent, 0)
         self.spans = Spans()
         self.collector = RoundCollector(self.runners, self.agent, config.reward, config.seed, self.spans)
@@ -82,17 +88,18 @@ class Trainer:
     def run_round(self) -> list[RoundRecord]:
         """Collect a round, learn from it, record it; returns a record per task."""
         recorder, buffer = self.recorder, self.collector.buffer
-        self.collector.reward = self.config.reward.at(self.round / self.config.rounds)
+        self.collector.reward = self.config.reward.at(self.round / self.config.rounds)  # the commit price comes late
         with recorder.tracing(self.round, self.spans):
             with self.spans("collect"):
                 records = self.collector.collect(self.round)
-            examination = recorder.examination(self.agent, buffer)
+            examination = recorder.examination(self.agent, buffer)  # None, unless an alarm asked for details
             with self.spans("update"):
                 update = self.agent.update(buffer, examination)
+            recorder.note_failed_compile(self.agent, self.round)
             with self.spans("watch"):
                 recorder.write_events(self.round, records, update, examination)
         measured = recorder.write_metrics(self.round, records, update, self.spans.drain())
-        with interrupts_held():  # a round counts once its checkpoint is written, and then it is shown
+        with interrupts_held():  # the checkpoint completes the round; Ctrl-C must not come between it and the count
             recorder.save(self.agent, self.round + 1)
             self.round += 1
             recorder.show(measured, records)
@@ -102,7 +109,6 @@ class Trainer:
 def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
     """The hosts of one task in their groups; all tasks have the same number."""
     groups = Groups.of(config.hosts // len(config.tasks), config.members)
-    fleet = growth_fleet(
-        get_task(task), groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation
-    )
+    spec = get_task(task) if config.batch is None else replace(get_task(task), batch=config.batch)
+    fleet = growth_fleet(spec, groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
     return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)

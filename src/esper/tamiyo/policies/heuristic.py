@@ -105,7 +105,7 @@ class HeuristicTamiyo:
 
     def act(self, view: PolicyView, state: HeuristicState, uniform: Tensor) -> tuple[Tensor, HeuristicState]:
         hosts = view.signals.hosts
-        level, since, tried = (part.to(uniform.device, non_blocking=True) for part in state)
+        level, since, tried = (part.to(uniform.device) for part in state)  # moves in the first step only
         rising = hosts.accuracy > level + self.config.plateau
         level = hosts.accuracy.where(rising, level)
         since = (since + 1).where(~rising, 0)

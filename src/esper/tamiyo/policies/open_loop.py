@@ -153,7 +153,7 @@ class SchedulePolicy:
         return PlanTensors(planned.bool(), *rest)
 
     def act(self, view: PolicyView, state: PlanTensors, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
-        plans = PlanTensors(*(part.to(uniform.device, non_blocking=True) for part in state))
+        plans = PlanTensors(*(part.to(uniform.device) for part in state))  # moves in the first step only
         return follow(self.table, view, plans), plans
 
 

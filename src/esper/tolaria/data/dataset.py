@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.errors import BadValueError, DataError, UnknownNameError
+from esper.leyline.errors import BadValueError, DataError
+from esper.leyline.numbers import require_known
 from esper.tolaria.data import readers
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, average_pool, channel_statistics, stratified_split
 from esper.tolaria.data.cifar import CIFAR10_FILE, read_cifar10
@@ -119,8 +120,7 @@ def load(
 
 def _resolve(name: str, data_dir: Path | str | None) -> tuple[str, Path]:
     """The set to read and the data directory. `cifar10_jpeg` replaces a missing `cifar10` if it is there."""
-    if name not in DATASET_NAMES:
-        raise UnknownNameError("data set", name, DATASET_NAMES)
+    require_known("data set", name, DATASET_NAMES)
     directory = data_directory(data_dir)
     if name == "cifar10" and not (directory / name / CIFAR10_FILE.name).exists():
         name = name if find_image_folder(directory / "cifar10_jpeg", JPEG_STEM) is None else "cifar10_jpeg"
@@ -129,10 +129,8 @@ def _resolve(name: str, data_dir: Path | str | None) -> tuple[str, Path]:
 
 def _check_sizes(name: str, available: int, validation_size: int, train_size: int | None) -> None:
     if validation_size + (train_size or 1) > available:
-        raise DataError(
-            f"{name}: asked for {validation_size} samples for validation and {train_size or 'some'} for training "
-            f"out of {available}; ask for fewer"
-        )
+        asked = f"{validation_size} samples for validation and {train_size or 'some'} for training"
+        raise DataError(f"{name}: asked for {asked} out of {available}; ask for fewer")
 
 
 @lru_cache(maxsize=LOADED_SETS)

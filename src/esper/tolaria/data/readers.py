@@ -13,7 +13,6 @@ from esper.tolaria.data.directory import RemoteFile, locate, open_unpacked
 
 DIGITS_TEST_SIZE = 397
 UINT8_CODE = 0x08
-MAX_BYTES = 1 << 30  # so that a damaged header cannot use up the memory; MNIST's largest file has 47 MB
 
 _MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -52,27 +51,20 @@ FASHION_CLASSES = (
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
     """The values of an idx file of bytes with exactly that number of dimensions, gzipped or not; read-only."""
+    start = 4 + 4 * dimensions
     try:
         with open_unpacked(path) as file:
-            expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), file.read(4)
-            if magic != expected:
-                raise DataError(
-                    f"{path}: expected an idx file of bytes with {dimensions} dimension(s), "
-                    f"magic {expected.hex()}; found {magic.hex() or 'nothing'}"
-                )
-            header = file.read(4 * dimensions)
-            if len(header) != 4 * dimensions:
-                raise DataError(f"{path}: expected {4 * dimensions} bytes of dimensions; found {len(header)}")
-            shape = tuple(int(size) for size in np.frombuffer(header, ">u4"))
-            size = math.prod(shape)
-            if size > MAX_BYTES:
-                raise DataError(f"{path}: expected at most {MAX_BYTES} values; the header announces {shape}")
-            values = file.read(size + 1)  # one more, to see the end: there gzip checks its CRC
+            content = file.read()  # to the end, where gzip checks its CRC
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} is truncated or damaged: {error}") from error
-    if len(values) != size:
-        raise DataError(f"{path}: expected {size} values for {shape}; found {'more' if values[size:] else len(values)}")
-    return np.frombuffer(values, np.uint8).reshape(shape)
+    expected, magic = bytes((0, 0, UINT8_CODE, dimensions)), content[:4]
+    if magic != expected or len(content) < start:
+        wanted = f"expected an idx file of bytes with {dimensions} dimension(s), magic {expected.hex()}"
+        raise DataError(f"{path}: {wanted}; found {magic.hex() or 'nothing'} in {len(content)} bytes")
+    shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
+    if math.prod(shape) != len(content) - start:
+        raise DataError(f"{path}: expected {math.prod(shape)} values for {shape}; found {len(content) - start}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def read_idx_set(folder: Path, files: tuple[RemoteFile, ...], classes: tuple[str, ...]) -> ImageArrays:
