@@ -1,8 +1,9 @@
 """From validation data to actions: measure a growing model, let a policy look at it, and carry out what it decides."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,50 +11,249 @@ from torch import Tensor
 from esper.grower.growing_model import GrowingModel
 from esper.grower.policies import OwnPolicy, make_policy, read_actions
 from esper.grower.records import OPS, Action, GrowthReport, Offer
-from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows
+from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows, to_device
 from esper.grower.sensing import ModelProber
 from esper.kasmina import lifecycle
-from esper.kasmina.compare import Comparison, RowScore, paired_difference
-from esper.kasmina.slot import Role
-from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, StageChange, derive_seed, head_preset
+from esper.kasmina.compare import Comparison, paired_difference
+from esper.kasmina.slot import Role, Roles
+from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, derive_seed, head_preset
 from esper.leyline.records import Json
 from esper.simic.training.episode import apply_action
 from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import Observer
 from esper.tamiyo import PolicyView, growth_layout, growth_masks, growth_table, signals_to_features
+from esper.tamiyo.policies import HeuristicTamiyo
 from esper.tolaria.measurement import Sensing
 
 JUDGED = ACTIVE_STAGES - {SeedStage.FOSSILIZED}
+CORE = head_preset("core")
+
+
+class Look(NamedTuple):
+    """One measurement of the model."""
+
+    comparison: Comparison
+    sensing: Sensing
 
 
 class Decider:
-    """The policy of one growing model, and everything that it needs to see."""
+    """The policy of one growing model, and everything that it sees."""
 
     def __init__(
         self, growing: GrowingModel, scorer: Scorer, tap: InputTap, policy: str | Path | OwnPolicy, steps: int
     ) -> None:
         self.growing, self.scorer, self.steps = growing, scorer, steps
+        self.step = 0
         self.runner = RowRunner(growing.host, growing.modules, tap)
-        self.preset = head_preset("core")
-        self.table = growth_table(self.preset, growing.slot_config)
-        self.layout = growth_layout(growing.slot_config)
+        slots = growing.slot_config
+        self.table, self.layout = growth_table(CORE, slots), growth_layout(slots)
         self.observer = Observer(growing, Groups(1, 1, controls=False))
         self.prober = ModelProber(growing, self.runner, scorer)
         self.own = policy if callable(policy) else None
-        self.policy = None if callable(policy) else make_policy(policy, self.table, growing.slot_config, self.layout, steps)
+        self.policy = None if callable(policy) else make_policy(policy, self.table, slots, self.layout, steps)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
-        self.last_op = torch.full((1,), int(LifecycleOp.WAIT))
+        self.last_op = int(LifecycleOp.WAIT)
+        self.look: Look | None = None
 
-    def measure(self, batches: Iterable[Batch]) -> Comparison:
-        """Score the model, and the model without each seed that is not committed; records the contributions."""
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def measure(self, validation: Iterable[Batch] | float) -> Look:
+        """Score the model, and the model without each seed that is not committed; then probe its slots."""
         growing = self.growing
+        if isinstance(validation, int | float):
+            main = self.scorer.of_number(float(validation))
+            self._set_unit(main.loss)
+            self.look = Look(Comparison(main, None, {}, {}), self.prober.without_data())
+            return self.look
+        first, batches = _peek(validation)
         judged = [slot_id for slot_id, state in growing.states[0].items() if state.stage in JUDGED]
-        rows = {None: {}, **{slot_id: {slot_id: Role.SILENT} for slot_id in judged}}
+        rows: dict[str, Roles] = {"": {}, **{slot_id: {slot_id: Role.SILENT} for slot_id in judged}}
         scores = score_rows(self.runner, self.scorer, batches, rows, growing.device)
-        main = scores[None]
-        comparison = Comparison(main, None, {}, {})
+        comparison = Comparison(scores[""], None, {}, {})
+        if not bool(scores[""].losses.isfinite().all()):
+            broken = int((~scores[""].losses.isfinite()).sum())
+            raise BadValueError(
+                f"the loss is not finite for {broken} of {len(scores[''].losses)} validation samples: lower the learning "
+                "rate, or check the data and the loss"
+            )
+        self._set_unit(comparison.main.loss)
         for slot_id in judged:
-            contribution = comparison.contributions[slot_id] = paired_difference(main, scores[slot_id])
-            state = growing.states[0][slot_id]
-            growing.states[0][slot_id] = lifecycle.record_contribution(state, contribution.points)
-        return comparison
+            contribution = comparison.contributions[slot_id] = paired_difference(comparison.main, scores[slot_id])
+            state = lifecycle.record_contribution(growing.states[0][slot_id], contribution.points)
+            growing.states[0][slot_id] = state
+            growing.modules[slot_id].settle(state)
+        sensing = self.prober(to_device(first, growing.device)) if self._senses() else self.prober.without_data()
+        self.look = Look(comparison, sensing)
+        return self.look
+
+    def _set_unit(self, loss: float) -> None:
+        if self.growing.random_guess_loss != self.growing.random_guess_loss:  # NaN: the first one
+            self.growing.random_guess_loss = loss
+
+    def _senses(self) -> bool:
+        """Whether a look at the empty slots could change the decision. It costs a backward pass."""
+        if isinstance(self.policy, HeuristicTamiyo):
+            due = self.steps - self.step >= self.policy.config.germinate_left
+            free = any(state.stage is SeedStage.DORMANT for state in self.growing.states[0].values())
+            return due and free and self._cheapest() <= self.growing.budget - self.growing.grown_parameters(0)
+        return self.own is not None or type(self.policy).__name__ == "LearnedPolicy"
+
+    def _cheapest(self) -> int:
+        return min(offer.parameters for spec in self.growing.slots.values() for offer in spec.blueprints)
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def decide(self) -> list[Action]:
+        """Ask the policy and carry out its actions. Rules may act several times in a step, a learned policy once."""
+        self.growing.progress = min(1.0, self.step / self.steps)
+        if self.own is not None:
+            actions = read_actions(self.own(self.report()))
+            for action in actions:
+                self._carry_out(action)
+            return actions
+        before = self.observer.state()
+        actions = []
+        rounds = 2 * len(self.growing.slots) if isinstance(self.policy, HeuristicTamiyo) else 1
+        for number in range(rounds):
+            self.observer.restore(before)  # a second look in one step is not a second step
+            action = self._act(number)
+            if action is None:
+                break
+            actions.append(action)
+        return actions
+
+    def _act(self, number: int) -> Action | None:
+        assert self.policy is not None
+        view = self._view()
+        generator = torch.Generator().manual_seed(derive_seed(self.growing.rng_seed, "actions", self.step, number))
+        uniform = torch.rand(1, len(self.table.heads), generator=generator).to(self.growing.device)
+        chosen, self.state = self.policy.act(view, self.state, uniform)
+        indices = chosen[0].tolist()
+        self.last_op = int(indices[0])
+        action = self._named(indices)
+        apply_action(self.growing, 0, indices, self.table, self.growing.slot_config)
+        return action
+
+    def _view(self) -> PolicyView:
+        assert self.look is not None
+        device = self.growing.device
+        nothing, done = torch.zeros(1, device=device), torch.ones(1, dtype=torch.bool, device=device)
+        last_op = torch.full((1,), self.last_op, device=device)
+        signals = self.observer.look([self.look.comparison], self.look.sensing, nothing, last_op, done)
+        features = signals_to_features(signals, self.layout)
+        return PolicyView(signals, features, growth_masks(signals, self.table, CORE.ops), self.step)
+
+    def _named(self, indices: list[int]) -> Action | None:
+        op = LifecycleOp(indices[0])
+        if op is LifecycleOp.WAIT:
+            return None
+        slots = self.growing.slot_config
+        slot_id = slots.slot_ids[indices[self.table.index("slot")]]
+        born = slots.blueprint_names[indices[self.table.index("blueprint")]]
+        blueprint = born if op is LifecycleOp.GERMINATE else self.growing.states[0][slot_id].blueprint
+        return Action(op.name.lower(), slot_id, blueprint or "")
+
+    def _carry_out(self, action: Action) -> None:
+        growing = self.growing
+        match OPS[action.op]:
+            case LifecycleOp.GERMINATE:
+                growing.germinate(0, action.slot, action.blueprint)
+            case LifecycleOp.FOSSILIZE:
+                growing.fossilize(0, action.slot)
+            case LifecycleOp.PRUNE:
+                growing.prune(0, action.slot)
+            case LifecycleOp.ADVANCE:
+                growing.advance(0, action.slot)
+            case _:
+                raise BadValueError(f"{action.op!r} is no action of a Grower: use germinate, fossilize or prune")
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> GrowthReport:
+        """What the policy decides on."""
+        growing = self.growing
+        left = growing.budget - growing.grown_parameters(0)
+        main = None if self.look is None else self.look.comparison.main
+        worths = None if self.look is None else self.look.sensing.offers[0].tolist()
+        names = growing.slot_config.blueprint_names
+        offers = {
+            spec.slot_id: {
+                offer.name: Offer(offer.parameters, 0.0 if worths is None else worths[row][names.index(offer.name)])
+                for offer in spec.blueprints
+                if offer.parameters <= left and growing.states[0][spec.slot_id].stage is SeedStage.DORMANT
+            }
+            for row, spec in enumerate(growing.slot_config.slots)
+        }
+        accuracy = None if main is None or main.correct is None else main.accuracy
+        loss = None if main is None else main.loss
+        slots = {report.slot_id: report for report in growing.reports(0)}
+        return GrowthReport(self.step, self.steps, left, accuracy, loss, slots, offers)
+
+    # -- remembering --------------------------------------------------------------------------------------------------
+
+    def notes(self) -> dict[str, Json]:
+        """Everything that a later step depends on, as JSON."""
+        return {
+            "step": self.step,
+            "unit": float(self.growing.random_guess_loss).hex(),
+            "last_op": self.last_op,
+            "observer": {name: pack(tensor) for name, tensor in self.observer.state().items()},
+            "policy": [pack(tensor) for tensor in _leaves(self.state)],
+        }
+
+    def restore(self, notes: dict[str, Json]) -> None:
+        """Continue from these notes."""
+        self.step, self.last_op = int(notes["step"]), int(notes["last_op"])
+        self.growing.random_guess_loss = float.fromhex(notes["unit"])
+        self.observer.restore({name: unpack(packed) for name, packed in notes["observer"].items()})
+        self.state = _rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
+
+
+def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:
+    """The first batch, and all batches."""
+    iterator: Iterator[Batch] = iter(validation)
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise BadValueError("the validation loader yielded no batch: there is nothing to measure") from None
+    return first, chain([first], iterator)
+
+
+def pack(tensor: Tensor) -> Json:
+    """A tensor as JSON, to the bit."""
+    content = tensor.detach().cpu().contiguous()
+    dtype = str(content.dtype).removeprefix("torch.")
+    return {
+        "dtype": dtype,
+        "shape": list(content.shape),
+        "bytes": content.view(torch.uint8).numpy().tobytes().hex()
+        if content.dim()
+        else content[None].view(torch.uint8).numpy().tobytes().hex(),
+    }
+
+
+def unpack(packed: Json) -> Tensor:
+    """The tensor that `pack` wrote."""
+    dtype = getattr(torch, packed["dtype"])
+    content = bytearray.fromhex(packed["bytes"])
+    return (
+        torch.frombuffer(content, dtype=dtype).reshape(packed["shape"]).clone()
+        if content
+        else torch.empty(packed["shape"], dtype=dtype)
+    )
+
+
+def _leaves(state: Any) -> Iterator[Tensor]:  # Any: the state of a policy
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, tuple | list):
+        for part in state:
+            yield from _leaves(part)
+
+
+def _rebuilt(state: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        return next(tensors)
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state)(*(_rebuilt(part, tensors) for part in state))
+    return type(state)(_rebuilt(part, tensors) for part in state) if isinstance(state, tuple | list) else state

@@ -4,7 +4,7 @@ Every seed that stays becomes a block of generated torch-only classes, a child o
 block takes over the seed's own Parameter objects, so the optimizer and its state still fit. Hooks are removed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     host = slots.host
     runner = RowRunner(host, slots, tap)
     silent = dict.fromkeys(drop, Role.SILENT)
-    statistics = runner.calibrate_in_eval(silent) if drop else {}
+    statistics = runner.calibrated(silent) if drop else {}
     growths = [_growth(slot_id, slots) for slot_id in keep]
     text = blocks_source(host, growths)
     module = execute(text, BLOCKS)
@@ -84,16 +84,8 @@ def _outputs(host: nn.Module, tap: InputTap) -> list[Tensor]:
 
 def _tensors(output: object) -> list[Tensor]:
     if isinstance(output, Tensor):
-        return [output]
-    values = (
-        output.values()
-        if isinstance(output, dict)
-        else vars(output).values()
-        if hasattr(output, "__dict__")
-        else output
-    )
-    return (
-        [tensor for value in values for tensor in _tensors(value)]
-        if isinstance(output, dict | list | tuple) or hasattr(output, "__dict__")
-        else []
-    )
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in _tensors(part)]
+    parts = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
+    return [tensor for part in parts.values() for tensor in _tensors(part)]

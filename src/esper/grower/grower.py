@@ -11,6 +11,7 @@ asks the policy, and carries out its actions. Seeds act from birth: their scale 
 jump, and they learn from the user's own loss.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,16 +27,18 @@ from esper.grower.finishing import build_in
 from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
 from esper.grower.places import Places
-from esper.grower.policies import OwnPolicy
+from esper.grower.policies import OwnPolicy, scaled_rules
 from esper.grower.records import GrowthRecord, GrowthReport
 from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer
 from esper.kasmina.attach import check_model, check_slots
+from esper.kasmina.gates import GateThresholds
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
-from esper.leyline import ACTIVE_STAGES, BadValueError, SeedStage, StageError
+from esper.leyline import BadValueError, EsperError, SeedStage, StageError
 from esper.leyline.numbers import require_whole
 
 UNKNOWN_STEPS = 20
+"""Calls of `step` that growth is timed for if the user does not say"""
 
 
 class Grower:
@@ -84,6 +87,195 @@ class Grower:
         host.add_module(CHILD, self._slots)
         self._tap = InputTap(on_first=self._begin)
         self._tap_handle = host.register_forward_pre_hook(self._tap, with_kwargs=True)
-        self._growing: GrowingModel | None = None
         self._decider: Decider | None = None
         self._finished = False
+        self._remarks: list[str] = []
+
+    # -- the first forward pass ---------------------------------------------------------------------------------------
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Choose and install the slots, before the model runs for the first time."""
+        if self._decider is not None:  # a state dict was loaded before
+            return
+        if torch.compiler.is_compiling():
+            raise BadValueError("the slots are chosen in the first forward pass: run one batch before torch.compile")
+        places = Places(self._host, args, kwargs)
+        streams = places.choose() if self._wanted == "auto" else places.named(self._wanted)
+        cheapest = min(offer.parameters for spec, _ in streams for offer in spec.blueprints)
+        if self.budget < cheapest:
+            raise BadValueError(
+                f"budget {self.budget:,} is too small: the smallest seed that fits has {cheapest:,} parameters"
+            )
+        self._slots.install(streams)
+        self._start()
+        if ranks.rank() == 0:
+            print(self._introduction(), flush=True)
+
+    def _start(self) -> Decider:
+        config = LifecycleConfig(thresholds=GateThresholds(min_holding_steps=1), act_from_birth=True)
+        growing = GrowingModel(self._slots, self._membership, budget=self.budget, config=config, rng_seed=self.rng_seed)
+        self._decider = Decider(growing, self._scorer, self._tap, self._policy, self.steps)
+        return self._decider
+
+    def _introduction(self) -> str:
+        assert self._decider is not None
+        growing = self._decider.growing
+        named = ", ".join(f"{spec.slot_id} ({spec.topology}, width {spec.width})" for spec in growing.slots.values())
+        share = 100 * self.budget / growing.host_parameters
+        lines = [
+            f"Esper: slots behind {named}",
+            f"Esper: budget {self.budget:,}, {share:.1f} % of the model's {growing.host_parameters:,} parameters",
+        ]
+        if not self._steps_given:
+            lines.append(f"Esper: steps= is not given, so growth is timed for {self.steps} calls of step()")
+        if self._policy == "heuristic" and (least := scaled_rules(self.steps, 1).germinate_left) >= self.steps:
+            lines.append(f"Esper: steps={self.steps} is too few: a seed needs {least} of them, so nothing will grow")
+        return "\n".join(lines)
+
+    def _loaded(self) -> None:
+        """A state dict has replaced the seeds: adopt them, and continue where it was saved."""
+        decider = self._decider
+        if decider is None:
+            if not list(self._slots.items()):
+                return  # it was saved before the first forward pass
+            decider = self._start()
+        decider.growing.adopt_states()
+        if self._slots.notes:
+            decider.restore(self._slots.notes)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self, validation: Iterable[Batch] | float) -> GrowthRecord:
+        """Measure the model on validation batches, then let the policy act. Call it once per epoch, say.
+
+        Given a number instead, the validation accuracy in percent (with `loss=`, the validation loss), it works with
+        that, but contributions cannot be measured.
+        """
+        decider = self._ready()
+        with fork_rng(self._host):
+            decider.growing.check_learning(self._tap.passes)
+            self._tap.passes = 0
+            record = self._decide(decider, validation) if ranks.world() == 1 else self._together(decider, validation)
+        return record
+
+    def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
+        growing = decider.growing
+        look = decider.measure(validation)
+        decider.step += 1
+        changes = [change for _, change in growing.tick()]
+        actions = decider.decide()
+        self._slots.notes = decider.notes()
+        main = look.comparison.main
+        blind = isinstance(validation, int | float) and growing.live()
+        return GrowthRecord(
+            decider.step,
+            None if main.correct is None else main.accuracy,
+            main.loss,
+            tuple(actions),
+            tuple(changes),
+            {slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
+            growing.grown_parameters(0),
+            self.budget,
+            ("contributions need validation data, not a number",) if blind else (),
+        )
+
+    def _together(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
+        """Rank 0 measures and decides; the others repeat its decision."""
+        before = {slot_id: slot.seed for slot_id, slot in self._slots.items()}
+        record, error, payload = None, None, None
+        if ranks.rank() == 0:
+            try:
+                record = self._decide(decider, validation)
+                content = {
+                    "record": record.to_json(),
+                    "structure": self._slots.get_extra_state().numpy().tobytes().hex(),
+                }
+            except EsperError as raised:
+                error, content = raised, {"error": str(raised)}
+            payload = json.dumps(content).encode()
+        received = json.loads(ranks.share(payload, decider.growing.device))
+        if "error" in received:
+            raise error or BadValueError(f"rank 0: {received['error']}")
+        if record is None:
+            self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
+            record = GrowthRecord.from_json(received["record"])
+        for slot_id, slot in self._slots.items():
+            if slot.seed is not None and slot.seed is not before[slot_id]:
+                ranks.equalise(slot)
+        return record
+
+    def _ready(self) -> Decider:
+        if self._finished:
+            raise StageError("growth is finished: build a new Grower to grow the model further")
+        if self._decider is None:
+            raise StageError("the model has not run yet: train it before the first step()")
+        return self._decider
+
+    # -- looking and ending -------------------------------------------------------------------------------------------
+
+    def report(self) -> GrowthReport:
+        """The slots with their seeds, and what could be germinated."""
+        return self._ready().report()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the model's own state dict also holds: the structure and the policy's state."""
+        return {"structure": self._slots.get_extra_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the structure alone. The model's `load_state_dict` restores it together with the weights."""
+        self._slots.set_extra_state(state["structure"])
+
+    def finish(
+        self, validation: Iterable[Batch] | None = None, *, keep: Sequence[str] = (), drop: Sequence[str] = ()
+    ) -> nn.Module:
+        """End growth: the same model object, plain PyTorch, without hooks.
+
+        Committed seeds stay, and others whose contribution exceeds its error; the rest is dropped. `keep` and `drop`
+        decide otherwise, by slot. `validation` measures contributions once more. Training may continue: the user's keys,
+        Parameter objects and optimizer state are as they were.
+        """
+        decider = self._decider
+        if self._finished:
+            raise StageError("growth is finished already")
+        if decider is None:
+            self._clear()
+            return self.model
+        with fork_rng(self._host):
+            if validation is not None:
+                decider.measure(validation)
+            kept, dropped = self._chosen(decider.growing, tuple(keep), tuple(drop))
+            self.source = build_in(self._slots, self._tap, kept, dropped)
+        stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
+        self._membership.sync(self._host, stay)
+        self._clear()
+        return self.model
+
+    def _chosen(self, growing: GrowingModel, keep: Sequence[str], drop: Sequence[str]) -> tuple[list[str], list[str]]:
+        live = growing.live()
+        for slot_id in (*keep, *drop):
+            if slot_id not in live:
+                raise BadValueError(f"there is no seed behind {slot_id!r}; seeds are behind {list(live) or 'none'}")
+        if both := sorted(set(keep) & set(drop)):
+            raise BadValueError(f"{', '.join(both)} are in both keep and drop; name each in one of them")
+        kept, dropped, unknown = [], [], []
+        for slot_id, state in live.items():
+            stays = state.stage is SeedStage.FOSSILIZED or (
+                state.contribution is not None and state.contribution.beyond_error
+            )
+            if slot_id not in (*keep, *drop) and state.stage is not SeedStage.FOSSILIZED and state.contribution is None:
+                unknown.append(slot_id)
+            (kept if slot_id in keep or (stays and slot_id not in drop) else dropped).append(slot_id)
+        if unknown:
+            raise StageError(
+                f"contributions of the seeds behind {', '.join(unknown)} were never measured: call finish(val_loader), or "
+                "name them in keep= or drop="
+            )
+        return kept, dropped
+
+    def _clear(self) -> None:
+        if hasattr(self._host, CHILD):
+            self._slots.remove()
+        self._tap_handle.remove()
+        self._tap.active = False
+        self._membership.adopt()
+        self._finished = True

@@ -1,19 +1,20 @@
 """One model in its user's loop as a `Growable` of one env."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper.grower import ranks
 from esper.grower.averages import Averages
 from esper.grower.container import ModelSlots
 from esper.grower.membership import Membership
-from esper.kasmina.layers import count_parameters
+from esper.kasmina.compare import RowScore
+from esper.kasmina.layers import Scale
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
-from esper.leyline import LIVE_STAGES, SlotConfig, SlotSpec, derive_seed
+from esper.leyline import LIVE_STAGES, BadValueError, SlotConfig, SlotSpec, derive_seed, relative_gain
 from esper.tolaria.lifecycles import Lifecycles
 
 
@@ -24,18 +25,20 @@ class GrowingModel:
     n = 1
 
     def __init__(
-        self, slots: ModelSlots, membership: Membership, *, budget: int, config: LifecycleConfig, rng_seed: int
+        self, modules: ModelSlots, membership: Membership, *, budget: int, config: LifecycleConfig, rng_seed: int
     ) -> None:
-        self.host, self.modules, self.membership = slots.host, slots, membership
+        self.host, self.modules, self.membership = modules.host, modules, membership
         self.budget, self.config, self.rng_seed = budget, config, rng_seed
-        self.averages = Averages(slots)
-        self.slots: Mapping[str, SlotSpec] = {slot_id: slot.spec for slot_id, slot in slots.items()}
+        self.slots: Mapping[str, SlotSpec] = {slot_id: slot.spec for slot_id, slot in modules.items()}
         self.slot_config = SlotConfig(tuple(self.slots.values()))
-        own = {id(parameter) for parameter in slots.parameters()}
+        own = {id(parameter) for parameter in modules.parameters()}
         self.host_parameters = sum(p.numel() for p in self.host.parameters() if id(p) not in own)
         self.progress = 0.0
-        self.random_guess_loss = math.nan  # unit of losses: the first validation loss
-        self.losses = torch.full((1,), torch.nan)  # a training loss is not seen from here
+        self.random_guess_loss = math.nan  # the first validation loss: the unit of all others
+        self.losses = torch.full((1,), torch.nan)  # the training loss is not seen from here
+        self.arrivals: dict[str, int] = {}
+        """Gradients that reached each seed since the last step"""
+        self._averages = Averages(modules)
         lives = self.lifecycles = Lifecycles(self)
         self.states = lives.states
         self.germinate, self.advance, self.prune = lives.germinate, lives.advance, lives.prune
@@ -47,6 +50,13 @@ class GrowingModel:
     def device(self) -> torch.device:
         """Where the model is now."""
         return next(self.host.parameters()).device
+
+    def points(self, rows: Sequence[RowScore]) -> Tensor:
+        """Accuracy in percent, or by how many percent the loss is below the first one."""
+        scores = [
+            row.accuracy if row.correct is not None else relative_gain(self.random_guess_loss, row.loss) for row in rows
+        ]
+        return torch.tensor(scores, device=self.device)
 
     def adopt_states(self) -> None:
         """Take the states of the slots, after a state dict was loaded."""
@@ -61,20 +71,30 @@ class GrowingModel:
         rng_seed = derive_seed(self.rng_seed, slot_id, state.germinations)
         slot.plant(state, rng_seed, like=self.host.get_parameter(self.modules.like[slot_id]))
         slot.train(self.host.training)
-        ranks.reduce_gradients(slot)
 
     def uproot(self, env: int, slot_id: str) -> None:
         """Nothing to do: a slot frees its seed when it adopts the new state."""
 
-    def restructured(self, env: int, eased: bool) -> None:
+    def restructured(self, env: int, *, eased: bool) -> None:
         """Let every slot adopt its state, and the optimizer its seeds."""
         for slot_id, state in self.states[0].items():
             self.modules[slot_id].settle(state)
         self._sync()
 
     def _sync(self) -> None:
-        self.membership.sync(self.host, {slot_id: slot.parameters() for slot_id, slot in self.modules.live().items()})
-        self.averages.sync()
+        live = self.modules.live()
+        self.membership.sync(self.host, {slot_id: slot.parameters() for slot_id, slot in live.items()})
+        self._averages.sync()
+        for slot_id, slot in live.items():
+            assert slot.seed is not None
+            if not hasattr(slot.seed, "_watched"):
+                slot.seed._watched = True  # type: ignore[assignment]  # a mark of ours
+                self.arrivals[slot_id] = 0
+                ranks.average_gradients(slot)
+                next(slot.parameters()).register_post_accumulate_grad_hook(self._counter(slot_id))
+
+    def _counter(self, slot_id: str) -> "GradientCounter":
+        return GradientCounter(self.arrivals, slot_id)
 
     # -- what is in it ------------------------------------------------------------------------------------------------
 
@@ -82,14 +102,30 @@ class GrowingModel:
         """Slots with a seed, and its state."""
         return {slot_id: state for slot_id, state in self.states[0].items() if state.stage in LIVE_STAGES}
 
-    def gradient_norms(self) -> dict[str, Tensor]:
-        """Norms of the gradients that live seeds hold now."""
-        held = {
-            slot_id: [p.grad for p in self.modules[slot_id].parameters() if p.grad is not None] for slot_id in self.live()
-        }
-        return {slot_id: nn.utils.get_total_norm(own) for slot_id, own in held.items() if own}
+    def check_learning(self, passes: int) -> None:
+        """Raise if a seed that acted during `passes` training passes got no gradient, or was never updated."""
+        for slot_id, state in self.live().items():
+            arrived, self.arrivals[slot_id] = self.arrivals[slot_id], 0
+            if state.age == 0 or passes == 0:
+                continue
+            label = f"the {state.blueprint} seed behind {slot_id!r}"
+            if arrived == 0:
+                raise BadValueError(
+                    f"{label} got no gradient in {passes} training passes: the model was compiled before the Grower was "
+                    "built, a copy of it is trained, or the loss does not depend on that submodule"
+                )
+            scales = [m.weight for m in self.modules[slot_id].modules() if isinstance(m, Scale)]
+            if scales and not any(bool(scale.any()) for scale in scales):
+                raise BadValueError(
+                    f"{label} got gradients but was never updated: pass the Grower the optimizer that your loop steps"
+                )
 
 
-def seed_size(slots: ModelSlots) -> int:
-    """Parameters of all seeds."""
-    return count_parameters(slots)
+class GradientCounter:
+    """A hook that counts the gradients of one seed. A copy of the model has none."""
+
+    def __init__(self, counts: dict[str, int], slot_id: str) -> None:
+        self.counts, self.slot_id = counts, slot_id
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.counts[self.slot_id] = self.counts.get(self.slot_id, 0) + 1

@@ -6,6 +6,7 @@ such as one flat `nn.Sequential`, gets its slots behind the last layer before ea
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from esper.kasmina.attach import ModuleCall, Stream, stream_behind, trace
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.leyline import BadValueError, HostMismatchError
-from dataclasses import replace
 
 MOST = 8  # slots of a model
 FEW = 3  # blocks below which the outermost are opened

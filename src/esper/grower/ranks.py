@@ -4,8 +4,6 @@ DDP reduces the gradients of the parameters that it saw when it was built. Seeds
 own gradient as soon as it is complete. That holds under accumulation too: the mean of what is already a mean stays.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,25 +43,29 @@ def rank() -> int:
     return dist.get_rank() if world() > 1 else 0
 
 
-def share(numbers: list[float] | None, count: int, device: torch.device) -> list[float]:
-    """Numbers of rank 0 on all ranks; `count` of them."""
-    if world() == 1:
-        assert numbers is not None
-        return numbers
-    tensor = torch.zeros(count, dtype=torch.float64, device=_exchange_device(device))
-    if numbers is not None:
-        tensor.copy_(torch.tensor(numbers, dtype=torch.float64))
-    dist.broadcast(tensor, src=0)
-    return tensor.tolist()
+def share(payload: bytes | None, device: torch.device) -> bytes:
+    """The bytes of rank 0 on all ranks."""
+    place = _exchange_device(device)
+    size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device=place)
+    dist.broadcast(size, src=0)
+    content = torch.zeros(int(size), dtype=torch.uint8, device=place)
+    if payload is not None:
+        content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    dist.broadcast(content, src=0)
+    return content.cpu().numpy().tobytes()
 
 
-def reduce_gradients(seed: nn.Module) -> None:
-    """Start the common life of a seed: equal weights on all ranks, and gradients averaged as they arrive."""
-    if world() == 1:
-        return
+def average_gradients(seed: nn.Module) -> None:
+    """Let a seed average its gradients over the ranks as they arrive."""
+    if world() > 1:
+        for parameter in seed.parameters():
+            parameter.register_post_accumulate_grad_hook(_average)
+
+
+def equalise(seed: nn.Module) -> None:
+    """Give a newborn the weights of rank 0 on all ranks."""
     for parameter in seed.parameters():
         dist.broadcast(parameter.data, src=0)
-        parameter.register_post_accumulate_grad_hook(_average)
 
 
 def _average(parameter: Tensor) -> None:

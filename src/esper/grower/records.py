@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from esper.leyline import LifecycleOp, Measurement, SeedReport, StageChange
+from esper.leyline.records import Json, decode, encode
 
 
 class Action(NamedTuple):
@@ -38,6 +39,19 @@ class GrowthRecord:
     budget: int
     remarks: tuple[str, ...] = ()
     """What could not be measured or done, and why"""
+
+    def to_json(self) -> Json:
+        """For other processes."""
+        return encode(self)
+
+    @classmethod
+    def from_json(cls, content: Json) -> "GrowthRecord":
+        """The record that `to_json` wrote."""
+        actions = tuple(Action(*each) for each in content["actions"])
+        changes = tuple(decode(StageChange, each, "change") for each in content["changes"])
+        contributions = {slot_id: Measurement(*map(float, each)) for slot_id, each in content["contributions"].items()}
+        rest = {**content, "actions": actions, "changes": changes, "contributions": contributions}
+        return cls(**{**rest, "remarks": tuple(content["remarks"])})
 
     def __str__(self) -> str:
         done = [f"{PAST[action.op]} {_named(action)} behind {action.slot}" for action in self.actions]

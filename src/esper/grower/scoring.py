@@ -4,8 +4,9 @@ Rows that are compared have normalisation statistics of their own, from the last
 seed have adapted their running statistics to it, so silencing it would otherwise overstate its contribution.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,11 @@ class Scorer:
         scores = _classify(output, batch) if self.loss is None else Scores(_checked(self.loss(output, batch)), None)
         return scores
 
+    def of_number(self, number: float) -> RowScore:
+        """The score behind a number: a loss where the loss is the user's own, else an accuracy in percent."""
+        loss = number if self.loss is not None else 1 - number / 100
+        return RowScore(None, torch.tensor([loss]))
+
 
 def _checked(losses: object) -> Tensor:
     if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.is_floating_point() or not len(losses):
@@ -99,18 +105,27 @@ def _classify(output: object, batch: Batch) -> Scores:
     return Scores(F.cross_entropy(logits, classes, reduction="none"), logits.argmax(-1) == classes)
 
 
+FirstPass = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
 class InputTap:
     """A forward pre-hook that keeps the last training inputs, at least 512 samples. A copy of the model keeps none."""
 
-    def __init__(self, samples: int = 512) -> None:
-        self.samples = samples
+    def __init__(self, on_first: FirstPass | None = None, samples: int = 512) -> None:
+        """`on_first` is called with the arguments of the first forward pass."""
+        self.on_first, self.samples = on_first, samples
         self.kept: list[tuple[tuple[Any, ...], dict[str, Any], int]] = []
         self.passes = 0
         """Training passes since the last look"""
         self.active = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.active or not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.active:
+            return
+        if self.on_first is not None:
+            self.on_first(args, kwargs)
+            self.on_first = None
+        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
         self.kept.append((args, kwargs, 1 if first is None else len(first)))
@@ -119,12 +134,16 @@ class InputTap:
             del self.kept[0]
 
     def __deepcopy__(self, memo: object) -> "InputTap":
-        copy = InputTap(self.samples)
-        copy.active = False
-        return copy
+        return _idle_tap()
 
-    def __reduce__(self) -> tuple[type["InputTap"], tuple[int]]:
-        return InputTap, (self.samples,)
+    def __reduce__(self) -> tuple[Callable[[], "InputTap"], tuple[()]]:
+        return _idle_tap, ()
+
+
+def _idle_tap() -> InputTap:
+    tap = InputTap()
+    tap.active = False
+    return tap
 
 
 Statistics = dict[tuple[_NormBase, str], Tensor]
@@ -140,6 +159,12 @@ class RowRunner:
         """Norms with running statistics that training updates; the user may have frozen others by eval mode."""
         norms = [m for m in self.host.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         return [norm for norm in norms if norm.training or not self.host.training]
+
+    def calibrated(self, roles: Roles) -> Statistics:
+        """Normalisation statistics of a row, from the kept training inputs."""
+        norms = self.norms()
+        with eval_mode(self.host):
+            return self.calibrate(roles, norms)
 
     @torch.no_grad()
     def calibrate(self, roles: Roles, norms: Sequence[_NormBase]) -> Statistics:
@@ -164,8 +189,11 @@ class RowRunner:
         active, self.tap.active = self.tap.active, False
         for slot_id, role in roles.items():
             self.slots[slot_id].role = role
+        # A row that runs once is not worth a graph. The compiler is imported only if the user has done so.
+        compiler = "torch._dynamo" in sys.modules
         try:
-            yield
+            with torch.compiler.set_stance("force_eager") if compiler else nullcontext():
+                yield
         finally:
             self.tap.active = active
             for slot_id in roles:

@@ -61,8 +61,8 @@ def attach(
     now, or else of the first input. If attach raises, nothing has changed.
     """
     check_settings(isolation, config, budget, rng_seed)
-    _check_model(model)
-    _check_slots(model, slots)
+    check_model(model)
+    check_slots(model, slots)
     ordered = {name: slots[name] for name, _ in model.named_modules(remove_duplicate=False) if name in slots}
     streams = None if example is None else probe(model, ordered, (example,), {})
     body = HookedBody(model, ordered, isolation, streams)
@@ -72,7 +72,7 @@ def attach(
     return grown
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise BadValueError(f"attach() takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, MorphogeneticModel):
@@ -87,7 +87,7 @@ def _check_model(model: nn.Module) -> None:
         refuse({bypass: compiled, twice: any(isinstance(owner, SeedSlot) for owner in owners)})
 
 
-def _check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
+def check_slots(model: nn.Module, slots: Mapping[str, int]) -> None:
     if not isinstance(slots, Mapping) or not slots:
         needed = 'at least one slot is needed, such as {"layer2": 128}'
         raise BadValueError(f"slots {slots!r} are not names with their widths: {needed}")
