@@ -1,7 +1,7 @@
 """Averaged copies of a model that grows.
 
-`torch.optim.swa_utils.AveragedModel` copies the model once and then pairs parameters by position. A seed that is born or
-dies later would be missing from the copy, or shift its buffers. So the grower repeats every change in such copies.
+`torch.optim.swa_utils.AveragedModel` copies the model once and then pairs parameters by position. A seed that is born
+later would be missing from the copy. So the grower repeats every birth and death in such copies.
 """
 
 import copy

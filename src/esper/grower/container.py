@@ -1,7 +1,7 @@
 """Slots inside a user's model.
 
 They are registered children of the model, so `model.to`, `model.parameters()` and checkpoints see the seeds. What grows
-where, and what the grower must remember, travels in the state dict as one tensor of bytes. Loading a state dict rebuilds
+where, and what the grower must remember, travels in the state dict as one tensor of bytes. Loading a state dict builds
 the seeds before their weights are loaded.
 """
 
@@ -129,8 +129,8 @@ class ModelSlots(nn.Module):
         saved = read_structure(state)
         present, wanted = [slot_id for slot_id, _ in self.items()], [entry.spec.slot_id for entry in saved.slots]
         problems = {
-            f"the state dict has slots behind {wanted}, this model behind {present}: build the Grower with the slots of "
-            "the saved one": present not in ([], wanted),
+            f"the state dict has slots behind {wanted}, this model behind {present}: build the Grower with the same "
+            "slots": present not in ([], wanted),
             f"the state dict was saved with mode {saved.isolation!r}, this Grower has {self.isolation!r}": (
                 saved.isolation != self.isolation
             ),

@@ -73,8 +73,8 @@ class Decider:
         if not bool(scores[""].losses.isfinite().all()):
             broken = int((~scores[""].losses.isfinite()).sum())
             raise BadValueError(
-                f"the loss is not finite for {broken} of {len(scores[''].losses)} validation samples: lower the learning "
-                "rate, or check the data and the loss"
+                f"the loss is not finite for {broken} of {len(scores[''].losses)} validation samples: lower the "
+                "learning rate, or check the data and the loss"
             )
         self._set_unit(comparison.main.loss)
         for slot_id in judged:

@@ -45,8 +45,8 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     for mine, theirs in zip(_outputs(host, tap), before, strict=True):
         if not torch.allclose(mine, theirs, rtol=RTOL, atol=ATOL, equal_nan=True):
             raise FinishError(
-                f"the finished model differs from the grown one by {float((mine - theirs).abs().max()):.2g}: a submodule "
-                f"with a slot ({', '.join(keep)}) runs its children in a way of its own; put the slot behind another one"
+                f"the finished model differs from the grown one by {float((mine - theirs).abs().max()):.2g}: one of "
+                f"the submodules {', '.join(keep)} runs its children in its own way; put the slot behind another one"
             )
     return text
 

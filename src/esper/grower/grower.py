@@ -231,8 +231,8 @@ class Grower:
         """End growth: the same model object, plain PyTorch, without hooks.
 
         Committed seeds stay, and others whose contribution exceeds its error; the rest is dropped. `keep` and `drop`
-        decide otherwise, by slot. `validation` measures contributions once more. Training may continue: the user's keys,
-        Parameter objects and optimizer state are as they were.
+        decide otherwise, by slot. `validation` measures contributions once more. Training may continue: the user's
+        keys, Parameter objects and optimizer state are as they were.
         """
         decider = self._decider
         if self._finished:
@@ -267,8 +267,8 @@ class Grower:
             (kept if slot_id in keep or (stays and slot_id not in drop) else dropped).append(slot_id)
         if unknown:
             raise StageError(
-                f"contributions of the seeds behind {', '.join(unknown)} were never measured: call finish(val_loader), or "
-                "name them in keep= or drop="
+                f"contributions of the seeds behind {', '.join(unknown)} were never measured: call "
+                "finish(val_loader), or name them in keep= or drop="
             )
         return kept, dropped
 

@@ -111,8 +111,8 @@ class GrowingModel:
             label = f"the {state.blueprint} seed behind {slot_id!r}"
             if arrived == 0:
                 raise BadValueError(
-                    f"{label} got no gradient in {passes} training passes: the model was compiled before the Grower was "
-                    "built, a copy of it is trained, or the loss does not depend on that submodule"
+                    f"{label} got no gradient in {passes} training passes: the model was compiled before the Grower "
+                    "was built, a copy of it is trained, or the loss does not depend on that submodule"
                 )
             scales = [m.weight for m in self.modules[slot_id].modules() if isinstance(m, Scale)]
             if scales and not any(bool(scale.any()) for scale in scales):

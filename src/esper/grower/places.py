@@ -59,8 +59,8 @@ class Places:
         for name in slots:
             if self.runs[name] != 1:
                 raise HostMismatchError(
-                    f"submodule {name!r} ran {self.runs[name]} times in one forward pass; a slot needs a submodule that "
-                    "runs exactly once"
+                    f"submodule {name!r} ran {self.runs[name]} times in one forward pass; a slot needs one that runs "
+                    "exactly once"
                 )
             self._refuse_layout(name)
         ordered = [name for name in self.calls if name in slots]
@@ -125,8 +125,8 @@ class Places:
         layers = [module for module in inside if _is_layer(module) and _has_parameters(module)]
         if layers and isinstance(layers[-1], CHANNELS_FIRST):
             raise HostMismatchError(
-                f"submodule {name!r} returns (batch, channels, positions) of a {type(layers[-1]).__name__}; seeds expect "
-                "(batch, tokens, channels): put the slot elsewhere"
+                f"submodule {name!r} returns (batch, channels, positions) of a {type(layers[-1]).__name__}; seeds "
+                "expect (batch, tokens, channels): put the slot elsewhere"
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from esper.grower.records import OPS, Action, GrowthReport
-from esper.leyline import BadValueError, LifecycleOp, SlotConfig, UnknownNameError
+from esper.leyline import BadValueError, SlotConfig, UnknownNameError
 from esper.tamiyo import ActionTable, ObservationLayout, Policy
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, RandomPolicy, WaitPolicy
 
@@ -40,8 +40,8 @@ def make_policy(
         return RandomPolicy(table) if policy == "random" else WaitPolicy(table)
     if policy == "pretrained":
         raise BadValueError(
-            'policy="pretrained" needs a controller that is shipped with Esper, and none is yet: use "heuristic", or the '
-            "folder of a run that you trained with `esper train`"
+            'policy="pretrained" needs a controller that is shipped with Esper, and none is yet: use "heuristic", or '
+            "the folder of a run that you trained with `esper train`"
         )
     if not Path(policy).is_dir():
         raise UnknownNameError("policy", str(policy), [*RULES, "the folder of a run", "a function"])
@@ -57,8 +57,8 @@ def read_actions(given: Iterable[Sequence[str]] | None) -> list[Action]:
     for each in given or ():
         if isinstance(each, str) or not 2 <= len(each) <= 3 or each[0] not in OPS:
             raise BadValueError(
-                f"the policy returned {each!r}; return a list of actions such as ('germinate', 'layer1', 'conv_light') or "
-                f"('fossilize', 'layer1'), with one of {[name for name in OPS if OPS[name] is not LifecycleOp.WAIT]}"
+                f"the policy returned {each!r}; return a list of actions such as ('germinate', 'layer1', 'conv_light') "
+                "or ('fossilize', 'layer1')"
             )
         actions.append(Action(*each))
     return actions

@@ -1,7 +1,7 @@
 """Growth under `DistributedDataParallel`: rank 0 decides, all ranks grow alike, gradients of seeds are averaged.
 
-DDP reduces the gradients of the parameters that it saw when it was built. Seeds come later, so each of them averages its
-own gradient as soon as it is complete. That holds under accumulation too: the mean of what is already a mean stays.
+DDP reduces the gradients of the parameters that it saw when it was built. Seeds come later, so each of them averages
+its own gradient as soon as it is complete. Accumulation is no problem: the mean of what is already a mean stays.
 """
 
 import torch
@@ -22,8 +22,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if sharded := sorted(kinds & {*SHARDED, "FSDPModule"}):
             raise BadValueError(
-                f"{sharded[0]} shards the parameters, so a seed cannot join them: use DistributedDataParallel, or grow on "
-                "one device and shard the finished model"
+                f"{sharded[0]} shards the parameters, so a seed cannot join them: use DistributedDataParallel, or grow "
+                "on one device and shard the finished model"
             )
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             where = f"submodule {name!r}" if name else "the model"

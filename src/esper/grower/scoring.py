@@ -1,4 +1,4 @@
-"""Scores of a user's model on batches of validation data, for the network itself and for rows in which a seed is silent.
+"""Scores of a user's model on batches of validation data: of the network itself, and of rows without a seed.
 
 Rows that are compared have normalisation statistics of their own, from the last training inputs: the layers behind a
 seed have adapted their running statistics to it, so silencing it would otherwise overstate its contribution.
@@ -28,7 +28,7 @@ EXAMPLE = "loss=lambda output, batch: F.mse_loss(output, batch[1], reduction='no
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """`model(**batch)` for a dict, `model(*batch[:-1])` for a tuple whose last item is the target, else `model(batch)`."""
+    """`model(**batch)` for a dict, `model(*batch[:-1])` for a tuple that ends with the target, else `model(batch)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch[:-1]) if isinstance(batch, tuple | list) and len(batch) > 1 else model(batch)
