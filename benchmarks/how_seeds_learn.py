@@ -78,7 +78,10 @@ CASES = {
 
 def load(folder: Path, split: str, count: int) -> tuple[Tensor, Tensor]:
     """Images (count, 1, 14, 14) in [0, 1] and labels."""
-    images = torch.tensor(read_idx(folder / f"{split}-images-idx3-ubyte.gz", dimensions=3)[:count]).float().unsqueeze(1) / 255
+    images = (
+        torch.tensor(read_idx(folder / f"{split}-images-idx3-ubyte.gz", dimensions=3)[:count]).float().unsqueeze(1)
+        / 255
+    )
     labels = torch.tensor(read_idx(folder / f"{split}-labels-idx1-ubyte.gz", dimensions=1)[:count]).long()
     return F.avg_pool2d(images, 2), labels
 

@@ -90,6 +90,10 @@ class ModelSlots(nn.Module):
             self.like[spec.slot_id] = like
             self.host.get_submodule(spec.slot_id).register_forward_hook(slot.hook)
 
+    def forward(self, x: object) -> object:
+        """Pass: a user's `nn.Sequential` runs all its children."""
+        return x
+
     def __deepcopy__(self, memo: dict[int, object]) -> "ModelSlots":
         twin = ModelSlots.__new__(ModelSlots)
         memo[id(self)] = twin

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from esper.grower.growing_model import GrowingModel
-from esper.grower.policies import OwnPolicy, make_policy, read_actions
+from esper.grower.policies import RULES, OwnPolicy, make_policy, read_actions
 from esper.grower.records import OPS, Action, GrowthReport, Offer
 from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows, to_device
 from esper.grower.sensing import ModelProber
 from esper.kasmina import lifecycle
 from esper.kasmina.compare import Comparison, paired_difference
-from esper.kasmina.slot import Role, Roles
 from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, derive_seed, head_preset
 from esper.leyline.records import Json
+from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.training.episode import apply_action
 from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import Observer
 from esper.tamiyo import PolicyView, growth_layout, growth_masks, growth_table, signals_to_features
-from esper.tamiyo.policies import HeuristicTamiyo
 from esper.tolaria.measurement import Sensing
 
 JUDGED = ACTIVE_STAGES - {SeedStage.FOSSILIZED}
@@ -49,8 +48,11 @@ class Decider:
         self.table, self.layout = growth_table(CORE, slots), growth_layout(slots)
         self.observer = Observer(growing, Groups(1, 1, controls=False))
         self.prober = ModelProber(growing, self.runner, scorer)
-        self.own = policy if callable(policy) else None
-        self.policy = None if callable(policy) else make_policy(policy, self.table, slots, self.layout, steps)
+        self.sensing = callable(policy)
+        """Whether the empty slots are probed, which costs a backward pass: the rules here do not look at that"""
+        self.own = policy if callable(policy) else RULES.get(str(policy))
+        self.policy = None if self.own is not None else make_policy(policy, self.table, slots, self.layout)
+        self.sensing |= isinstance(self.policy, LearnedPolicy)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
         self.last_op = int(LifecycleOp.WAIT)
         self.look: Look | None = None
@@ -67,22 +69,20 @@ class Decider:
             return self.look
         first, batches = _peek(validation)
         judged = [slot_id for slot_id, state in growing.states[0].items() if state.stage in JUDGED]
-        rows: dict[str, Roles] = {"": {}, **{slot_id: {slot_id: Role.SILENT} for slot_id in judged}}
-        scores = score_rows(self.runner, self.scorer, batches, rows, growing.device)
-        comparison = Comparison(scores[""], None, {}, {})
-        if not bool(scores[""].losses.isfinite().all()):
-            broken = int((~scores[""].losses.isfinite()).sum())
+        main, rows = score_rows(self.runner, self.scorer, batches, judged, growing.device)
+        if broken := int((~main.losses.isfinite()).sum()):
             raise BadValueError(
-                f"the loss is not finite for {broken} of {len(scores[''].losses)} validation samples: lower the "
-                "learning rate, or check the data and the loss"
+                f"the loss is not finite for {broken} of {len(main.losses)} validation samples: lower the learning "
+                "rate, or check the data and the loss"
             )
-        self._set_unit(comparison.main.loss)
+        self._set_unit(main.loss)
+        comparison = Comparison(main, main, {}, {})
         for slot_id in judged:
-            contribution = comparison.contributions[slot_id] = paired_difference(comparison.main, scores[slot_id])
+            contribution = comparison.contributions[slot_id] = paired_difference(rows[None], rows[slot_id])
             state = lifecycle.record_contribution(growing.states[0][slot_id], contribution.points)
             growing.states[0][slot_id] = state
             growing.modules[slot_id].settle(state)
-        sensing = self.prober(to_device(first, growing.device)) if self._senses() else self.prober.without_data()
+        sensing = self.prober(to_device(first, growing.device)) if self.sensing else self.prober.without_data()
         self.look = Look(comparison, sensing)
         return self.look
 
@@ -90,42 +90,23 @@ class Decider:
         if self.growing.random_guess_loss != self.growing.random_guess_loss:  # NaN: the first one
             self.growing.random_guess_loss = loss
 
-    def _senses(self) -> bool:
-        """Whether a look at the empty slots could change the decision. It costs a backward pass."""
-        if isinstance(self.policy, HeuristicTamiyo):
-            due = self.steps - self.step >= self.policy.config.germinate_left
-            free = any(state.stage is SeedStage.DORMANT for state in self.growing.states[0].values())
-            return due and free and self._cheapest() <= self.growing.budget - self.growing.grown_parameters(0)
-        return self.own is not None or type(self.policy).__name__ == "LearnedPolicy"
-
-    def _cheapest(self) -> int:
-        return min(offer.parameters for spec in self.growing.slots.values() for offer in spec.blueprints)
-
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def decide(self) -> list[Action]:
-        """Ask the policy and carry out its actions. Rules may act several times in a step, a learned policy once."""
+        """Ask the policy and carry out its actions: rules may act several times in a step, other policies once."""
         self.growing.progress = min(1.0, self.step / self.steps)
-        if self.own is not None:
-            actions = read_actions(self.own(self.report()))
-            for action in actions:
-                self._carry_out(action)
-            return actions
-        before = self.observer.state()
-        actions = []
-        rounds = 2 * len(self.growing.slots) if isinstance(self.policy, HeuristicTamiyo) else 1
-        for number in range(rounds):
-            self.observer.restore(before)  # a second look in one step is not a second step
-            action = self._act(number)
-            if action is None:
-                break
-            actions.append(action)
+        if self.own is None:
+            action = self._act()
+            return [] if action is None else [action]
+        actions = read_actions(self.own(self.report()))
+        for action in actions:
+            self._carry_out(action)
         return actions
 
-    def _act(self, number: int) -> Action | None:
+    def _act(self) -> Action | None:
         assert self.policy is not None
         view = self._view()
-        generator = torch.Generator().manual_seed(derive_seed(self.growing.rng_seed, "actions", self.step, number))
+        generator = torch.Generator().manual_seed(derive_seed(self.growing.rng_seed, "actions", self.step))
         uniform = torch.rand(1, len(self.table.heads), generator=generator).to(self.growing.device)
         chosen, self.state = self.policy.act(view, self.state, uniform)
         indices = chosen[0].tolist()

@@ -29,6 +29,11 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     runner = RowRunner(host, slots, tap)
     silent = dict.fromkeys(drop, Role.SILENT)
     statistics = runner.calibrated(silent) if drop else {}
+    if drop and not statistics and runner.norms():
+        raise FinishError(
+            f"dropping the seeds behind {', '.join(drop)} changes what the norms behind them see, and no training input "
+            "is known to set their statistics by: train for a batch, or keep them"
+        )
     growths = [_growth(slot_id, slots) for slot_id in keep]
     text = blocks_source(host, growths)
     module = execute(text, BLOCKS)

@@ -27,8 +27,9 @@ from esper.grower.finishing import build_in
 from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
 from esper.grower.places import Places
-from esper.grower.policies import OwnPolicy, scaled_rules
+from esper.grower.policies import OwnPolicy, check_policy
 from esper.grower.records import GrowthRecord, GrowthReport
+from esper.grower.rules import LEAST_STEPS
 from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer
 from esper.kasmina.attach import check_model, check_slots
 from esper.kasmina.gates import GateThresholds
@@ -71,6 +72,7 @@ class Grower:
             require_whole("steps", steps, 1, remark=": it is how often step() will be called")
         if loss is not None and not callable(loss):
             raise BadValueError(f"loss is a {type(loss).__name__}; pass a function of (output, batch)")
+        check_policy(policy)
         host = ranks.unwrap(model)
         check_model(host)
         if slots != "auto":
@@ -128,8 +130,10 @@ class Grower:
         ]
         if not self._steps_given:
             lines.append(f"Esper: steps= is not given, so growth is timed for {self.steps} calls of step()")
-        if self._policy == "heuristic" and (least := scaled_rules(self.steps, 1).germinate_left) >= self.steps:
-            lines.append(f"Esper: steps={self.steps} is too few: a seed needs {least} of them, so nothing will grow")
+        if self._policy == "heuristic" and self.steps < LEAST_STEPS:
+            lines.append(
+                f"Esper: steps={self.steps} is too few to judge a seed, {LEAST_STEPS} are needed: nothing will grow"
+            )
         return "\n".join(lines)
 
     def _loaded(self) -> None:

@@ -106,7 +106,7 @@ class GrowingModel:
         """Raise if a seed that acted during `passes` training passes got no gradient, or was never updated."""
         for slot_id, state in self.live().items():
             arrived, self.arrivals[slot_id] = self.arrivals[slot_id], 0
-            if state.age == 0 or passes == 0:
+            if passes == 0:
                 continue
             label = f"the {state.blueprint} seed behind {slot_id!r}"
             if arrived == 0:

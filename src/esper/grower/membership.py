@@ -46,11 +46,15 @@ class Membership:
             for parameter in parameters:
                 wanted[weights if parameter.dim() > 1 else vectors].append(parameter)
         alive = {id(p) for parameters in wanted for p in parameters}
-        for group, parameters in zip(self.optimizer.param_groups, wanted, strict=True):
+        for group, own, parameters in zip(self.optimizer.param_groups, self._own, wanted, strict=True):
             for parameter in group["params"]:
                 if id(parameter) not in alive:
                     self.optimizer.state.pop(parameter, None)
             group["params"][:] = parameters  # the list itself stays: a wrapper may hold it
+            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
+                # Fused SGD wants a buffer for all parameters or for none. From zero, the first step is the same.
+                for parameter in parameters[len(own) :]:
+                    self.optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates a parameter."""

@@ -1,58 +1,41 @@
 """Policies of a grower: rules by name, a learned policy from a folder, or a function of the user's own."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from esper.grower.records import OPS, Action, GrowthReport
+from esper.grower.rules import heuristic
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError
 from esper.tamiyo import ActionTable, ObservationLayout, Policy
-from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, RandomPolicy, WaitPolicy
+from esper.tamiyo.policies import RandomPolicy
 
-OwnPolicy = Callable[[GrowthReport], Iterable[Sequence[str]]]
-RULES = ("heuristic", "random", "wait")
-
-
-def scaled_rules(steps: int, slots: int) -> HeuristicConfig:
-    """The rules for seeds that act from birth, in a training of `steps` steps.
-
-    In a training of fixed length the early seed wins, so nothing waits for a plateau, and all slots may grow at once.
-    A seed is judged after a sixth of the training, and none is born in the last two fifths.
-    """
-    trial = max(2, math.ceil(steps / 6))
-    return HeuristicConfig(
-        patience=0,
-        plateau=0.0,
-        at_once=slots,
-        germinate_left=max(trial + 2, math.ceil(0.4 * steps)),
-        holding_steps=trial,
-        ending=min(2, steps),
-    )
+OwnPolicy = Callable[[GrowthReport], Iterable[Sequence[str]] | None]
+RULES: dict[str, OwnPolicy] = {"heuristic": heuristic, "wait": lambda report: None}
 
 
-def make_policy(
-    policy: str | Path, table: ActionTable, slots: SlotConfig, layout: ObservationLayout, steps: int
-) -> Policy:
-    """The policy of that name, or in that folder."""
-    if policy == "heuristic":
-        return HeuristicTamiyo(table, slots, scaled_rules(steps, len(slots)))
-    if policy in ("random", "wait"):
-        return RandomPolicy(table) if policy == "random" else WaitPolicy(table)
+def check_policy(policy: str | Path | OwnPolicy) -> None:
+    """Raise for a policy that does not exist."""
     if policy == "pretrained":
         raise BadValueError(
             'policy="pretrained" needs a controller that is shipped with Esper, and none is yet: use "heuristic", or '
             "the folder of a run that you trained with `esper train`"
         )
-    if not Path(policy).is_dir():
-        raise UnknownNameError("policy", str(policy), [*RULES, "the folder of a run", "a function"])
-    from esper.simic.agent.policy import load_policy
-    from esper.simic.training.run_folder import last_checkpoint
+    if not (callable(policy) or policy in (*RULES, "random") or Path(policy).is_dir()):
+        raise UnknownNameError("policy", str(policy), [*RULES, "random", "the folder of a run", "a function"])
 
-    return load_policy(last_checkpoint(Path(policy)), table, layout, greedy=True)
+
+def make_policy(policy: str | Path, table: ActionTable, slots: SlotConfig, layout: ObservationLayout) -> Policy:
+    """The policy of random legal actions, or the learned one in a folder."""
+    if policy == "random":
+        return RandomPolicy(table)
+    from esper.simic.agent.policy import load_policy
+    from esper.simic.training.run_folder import checkpoints_of
+
+    return load_policy(checkpoints_of(Path(policy)).last(), table, layout, greedy=True)
 
 
 def read_actions(given: Iterable[Sequence[str]] | None) -> list[Action]:
-    """The actions that a policy of the user's own returned, checked for their form."""
+    """The actions that a rule or a function of the user's own returned, checked for their form."""
     actions = []
     for each in given or ():
         if isinstance(each, str) or not 2 <= len(each) <= 3 or each[0] not in OPS:

@@ -109,25 +109,34 @@ FirstPass = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class InputTap:
-    """A forward pre-hook that keeps the last training inputs, at least 512 samples. A copy of the model keeps none."""
+    """A forward pre-hook that keeps the last training inputs since the last step, 512 samples if there are as many.
+
+    Inputs from before a step do not count, so a resumed run keeps the same ones. A copy of the model keeps none.
+    """
 
     def __init__(self, on_first: FirstPass | None = None, samples: int = 512) -> None:
         """`on_first` is called with the arguments of the first forward pass."""
         self.on_first, self.samples = on_first, samples
         self.kept: list[tuple[tuple[Any, ...], dict[str, Any], int]] = []
         self.passes = 0
-        """Training passes since the last look"""
+        """Training passes since the last step"""
         self.active = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.active:
             return
         if self.on_first is not None:
-            self.on_first(args, kwargs)
-            self.on_first = None
+            self.active = False  # the first pass is traced, which runs the model
+            try:
+                self.on_first(args, kwargs)
+                self.on_first = None
+            finally:
+                self.active = True
         if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
+        if self.passes == 0:
+            self.kept.clear()
         self.kept.append((args, kwargs, 1 if first is None else len(first)))
         self.passes += 1
         while sum(count for *_, count in self.kept[1:]) >= self.samples:
@@ -201,21 +210,29 @@ class RowRunner:
 
 
 def score_rows(
-    runner: RowRunner, scorer: Scorer, batches: Iterable[Batch], rows: Mapping[str | None, Roles], device: torch.device
-) -> dict[str | None, RowScore]:
-    """Score rows by name in one pass over the batches. A single row uses the running statistics as they are."""
-    norms = runner.norms() if len(rows) > 1 else []
+    runner: RowRunner, scorer: Scorer, batches: Iterable[Batch], silenced: Sequence[str], device: torch.device
+) -> tuple[RowScore, dict[str | None, RowScore]]:
+    """Score the model as it is, and rows to compare, in one pass over the batches.
+
+    The rows are the model (None) and the model without each of the `silenced` seeds, each with its own statistics.
+    """
+    rows: dict[str | None, Roles] = {slot_id: {slot_id: Role.SILENT} for slot_id in silenced}
+    norms = runner.norms()
+    if silenced and norms:
+        rows[None] = {}
+    whole: list[Scores] = []
     parts: dict[str | None, list[Scores]] = {name: [] for name in rows}
     with eval_mode(runner.host), torch.no_grad():
         statistics = {name: runner.calibrate(roles, norms) for name, roles in rows.items()}
         for batch in batches:
             moved = to_device(batch, device)
+            with runner.row({}, {}) as model:
+                whole.append(scorer(model, moved))
             for name, roles in rows.items():
                 with runner.row(roles, statistics[name]) as model:
                     parts[name].append(scorer(model, moved))
-    if not all(parts.values()):
-        raise BadValueError("the validation loader yielded no batch: there is nothing to measure")
-    return {name: _joined(scores) for name, scores in parts.items()}
+    main = _joined(whole)
+    return main, {None: main} | {name: _joined(scores) for name, scores in parts.items()}
 
 
 def _joined(scores: Sequence[Scores]) -> RowScore:

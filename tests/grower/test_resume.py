@@ -1,0 +1,86 @@
+"""Killed in mid-growth and resumed from ordinary state dicts, a run ends as the uninterrupted one."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from loops import digits, equal, loader, make, train_epoch
+from torch import Tensor
+
+from esper.grower.container import CHILD
+from esper.leyline import BadValueError, CheckpointError
+
+DATA = digits(400)
+VALIDATION = digits(600)[0][400:], digits(600)[1][400:]
+STEPS = 8
+
+
+def through_disk(content: dict[str, Any]) -> dict[str, Any]:
+    """Saved and loaded as users do, without an unrestricted pickle."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def run(
+    first: int, last: int, saved: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
+    """Epochs `first` to `last`, from a saved state if there is one."""
+    model, optimizer, grower = make(steps=STEPS, budget=3000)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    lines = []
+    for epoch in range(first, last):
+        train_epoch(model, optimizer, DATA, epoch)
+        lines.append(str(grower.step(loader(VALIDATION))))
+    state = through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    return state, lines, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4, 6])
+def test_resumed_to_the_bit(cut: int) -> None:
+    """Weights, structure, decisions: all as if nothing had happened."""
+    _, whole, wanted = run(0, STEPS)
+    saved, begun, _ = run(0, cut)
+    _, rest, found = run(cut, STEPS, saved)
+    assert begun + rest == whole
+    assert any("germinated" in line for line in begun)
+    assert equal(wanted.items(), found.items())
+
+
+def test_the_optimizer_comes_second() -> None:
+    """Without its seeds the optimizer has other groups; the error says what to do."""
+    saved, *_ = run(0, 2)
+    model, optimizer, _ = make(steps=STEPS, budget=3000)
+    with pytest.raises(BadValueError, match="load the model's state dict first"):
+        optimizer.load_state_dict(saved["optimizer"])
+
+
+def test_other_slots_are_refused() -> None:
+    """And the model stays as it is."""
+    saved, *_ = run(0, 2)
+    model, optimizer, _ = make(slots={"stage1": 8})
+    train_epoch(model, optimizer, DATA)
+    with pytest.raises(CheckpointError, match="build the Grower with the same slots"):
+        model.load_state_dict(saved["model"])
+    assert not getattr(model, CHILD).live()
+
+
+def test_structure_is_one_tensor_of_bytes() -> None:
+    """Safe for safetensors."""
+    saved, *_ = run(0, 2)
+    structure = saved["model"][f"{CHILD}._extra_state"]
+    assert structure.dtype == torch.uint8 and structure.dim() == 1
+
+
+def test_damaged_structure_is_refused() -> None:
+    """Bytes that are no structure."""
+    saved, *_ = run(0, 2)
+    model, *_ = make()
+    saved["model"][f"{CHILD}._extra_state"] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    with pytest.raises(CheckpointError):
+        model.load_state_dict(saved["model"])
