@@ -34,7 +34,7 @@ def final(request: pytest.FixtureRequest) -> bool:
 
 
 def percent(runner: EpisodeRunner, env: int, images: slice) -> float:
-    return 100 * float(runner.committed[env].correct[images].double().mean())
+    return 100 * float(runner.committed[env].hits[images].double().mean())
 
 
 @pytest.mark.default_cases("test")
