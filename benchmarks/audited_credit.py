@@ -181,9 +181,9 @@ def audit(job: Job) -> list[Audit]:
                 plans[env][slot_id].blueprint,
                 moment,
                 acting[env],
-                contribution.accuracy.value,
+                contribution.points.value,
                 contribution.loss.value,
-                effect.accuracy.value,
+                effect.points.value,
                 effect.loss.value,
             )
         )

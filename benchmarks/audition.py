@@ -52,11 +52,12 @@ class Watcher:
         state = trainer.model.seed_slots[self.slot_id].state
         if self.slot_id in found.auditions:
             best = found.auditions[self.slot_id]
-            self.audition = best.accuracy.value, best.loss.value
+            self.audition = best.points.value, best.loss.value
             samples = trainer.batches.validation()
             row = score_row(trainer.model.body, *samples, {self.slot_id: Role.SHADOW}, None)
+            assert found.deployed is not None, "a single model is always scored as deployed"
             running = paired_difference(row, found.deployed)
-            self.running = running.accuracy.value, running.loss.value
+            self.running = running.points.value, running.loss.value
         if state.stage is SeedStage.HOLDING and self.after_ramp is None:
             self.after_ramp, self.after_ramp_step = found, trainer.step_index
 
@@ -68,7 +69,7 @@ def run_trial(task: Task, batches: Batches, rng_seed: int, plan: Plan, control: 
     assert watcher.after_ramp is not None, "the seed never reached HOLDING"
     yardstick = control[watcher.after_ramp_step].main
     difference = paired_difference(watcher.after_ramp.main, yardstick)
-    gain, gain_loss = difference.accuracy.value, difference.loss.value
+    gain, gain_loss = difference.points.value, difference.loss.value
     return Trial(*watcher.audition, *watcher.running, gain, gain_loss)
 
 

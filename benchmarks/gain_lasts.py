@@ -40,7 +40,6 @@ from esper.simic.evaluation.statistics import Difference, compare
 from esper.simic.evaluation.workers import host_draws, host_seeds, worker_pool
 from esper.simic.training.episode import play_episode
 from esper.simic.training.hosts import Groups
-from esper.simic.training.observe import accuracy_of
 from esper.tamiyo import growth_table
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria.engine import rate_factor
@@ -132,7 +131,7 @@ def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Ten
         meter.train(structure)
         fleet.tick()
     work = np.array(list(meter.cost().values())).sum(0)
-    return accuracy_of(fleet.validate_committed(final=final)), work
+    return fleet.points(fleet.validate_committed(final=final)), work
 
 
 def wait_for(arena: Arena, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
@@ -149,7 +148,7 @@ def wait_for(arena: Arena, seeds: list[int], work: Array, work_later: Array) -> 
         fleet.train_minibatch(fleet.draw(done), task.optimiser.rate)
         if (now := torch.from_numpy(ends == done + 1)).any():
             # Each host at its own ends; what it does afterwards, while others train, is not looked at.
-            found = torch.where(now, accuracy_of(fleet.validate_committed(final=arena.final)).cpu(), found)
+            found = torch.where(now, fleet.points(fleet.validate_committed(final=arena.final)).cpu(), found)
     return found[0], found[1]
 
 

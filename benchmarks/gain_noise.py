@@ -32,7 +32,7 @@ def noise(name: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
     for _ in range(arguments.steps):
         fleet.train_step()
         fleet.tick()
-    accuracy = torch.tensor([row.accuracy for row in fleet.validate().main], dtype=torch.float64).view(2, members)
+    accuracy = torch.tensor([each.main.accuracy for each in fleet.validate()], dtype=torch.float64).view(2, members)
     return {
         "gain_noise": accuracy.std(1).tolist(),
         "largest_gain": (accuracy.amax(1) - accuracy.amin(1)).tolist(),

@@ -31,13 +31,13 @@ def run_healthy(name: str, arguments: argparse.Namespace) -> dict[str, Json]:
             if dice.random() < 0.3:
                 random_edit(fleet, env, dice)
         fleet.train_step()
-        found = fleet.validate()
+        comparisons = fleet.validate()
         panics += [
             {"step": step, "env": panic.env, "symptoms": [symptom.name for symptom in panic.symptoms]}
-            for panic in fleet.govern(found)
+            for panic in fleet.govern(comparisons)
         ]
         fleet.tick()
-    accuracy = sum(row.accuracy for row in found.main) / fleet.n
+    accuracy = sum(comparison.main.accuracy for comparison in comparisons) / fleet.n
     return {"hosts": fleet.n, "steps": arguments.steps, "panics": panics, "mean_accuracy": accuracy}
 
 

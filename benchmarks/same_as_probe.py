@@ -267,6 +267,12 @@ def accepted(verb: Callable[[Any], object], model: Any) -> bool:
     return True
 
 
+def points_of(difference: Any) -> float:  # Any: a PairedDifference of either version
+    """The effect of a seed in points; the field was once called `accuracy`."""
+    measured = difference.points if hasattr(difference, "points") else difference.accuracy
+    return float(measured.value)
+
+
 def grow(model: Any, inputs: Tensor, targets: Tensor, script: Script) -> Grown:
     """Train a model and follow the script; note losses, stages, alphas and measurements of every step."""
     optimizer = door("GrowingOptimizer")(model, lambda p: torch.optim.AdamW(p, lr=0.01), clip_norm=1.0)
@@ -289,8 +295,8 @@ def grow(model: Any, inputs: Tensor, targets: Tensor, script: Script) -> Grown:
                 "stages": [state.stage.name for state in states],
                 "alphas": [state.alpha for state in states],
                 "main": [measured.main.loss, measured.main.accuracy],
-                "auditions": {slot: each.accuracy.value for slot, each in measured.auditions.items()},
-                "contributions": {slot: each.accuracy.value for slot, each in measured.contributions.items()},
+                "auditions": {slot: points_of(each) for slot, each in measured.auditions.items()},
+                "contributions": {slot: points_of(each) for slot, each in measured.contributions.items()},
             }
         )
         model.tick()

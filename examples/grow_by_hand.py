@@ -60,9 +60,9 @@ def narrate(step: int, moment: Moment, comparison: Comparison, action: str) -> N
     """Print one line for a step."""
     extra = ""
     if SLOT in comparison.auditions:
-        extra = f"audition {comparison.auditions[SLOT].accuracy.value:+.1f}"
+        extra = f"audition {comparison.auditions[SLOT].points.value:+.1f}"
     elif SLOT in comparison.contributions:
-        extra = f"contributes {comparison.contributions[SLOT].accuracy.value:+.1f}"
+        extra = f"contributes {comparison.contributions[SLOT].points.value:+.1f}"
     line = f"step {step:2d}  {moment.stage.name:<10}  alpha {moment.alpha:.2f}  validation {moment.accuracy:5.1f} %"
     print(f"{line}  {extra:<18}  {action}".rstrip())
 
@@ -77,7 +77,7 @@ def grow(rng_seed: int, *, quiet: bool = False) -> tuple[list[Moment], HostTrain
         trainer.train_step()  # some minibatches, for the host and for a seed in its shadow
         comparison = trainer.validate()  # the host as it is, and with the seed switched: audition or contribution
         state = trainer.model.seed_slots[SLOT].state
-        audition = comparison.auditions[SLOT].accuracy.value if SLOT in comparison.auditions else None
+        audition = comparison.auditions[SLOT].points.value if SLOT in comparison.auditions else None
         moments.append(Moment(state.stage, state.alpha, comparison.main.accuracy, audition))
         if not quiet:
             narrate(step, moments[-1], comparison, action)

@@ -18,7 +18,6 @@ from torch import Tensor
 from esper.leyline import BadValueError, SeedStage, head_preset
 from esper.simic.evaluation.arena import Arena
 from esper.simic.training.hosts import host_seed
-from esper.simic.training.observe import accuracy_of
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria import tasks as gains
@@ -84,7 +83,7 @@ def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[
         for _ in range(steps):
             alone.train_step()
             alone.tick()
-        return accuracy_of(alone.validate_committed())[env]
+        return alone.points(alone.validate_committed())[env]
 
     at_end, later = script.wait_for(arena, seeds, np.array([1.0, 2.0]), np.array([1.0, 2.0]))
     double = replace(task, steps=6)

@@ -131,7 +131,7 @@ def test_measuring_calibrates_each_row_and_writes_nothing(case: Case) -> None:
     assert all(part.training for part in model.modules())
     norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
     assert all(norm.momentum == 0.1 for norm in norms)
-    assert model.reports()[0].audition == result.auditions[case.first].accuracy
+    assert model.reports()[0].audition == result.auditions[case.first].points
     # Calibrated on the very inputs that it is scored on, a row without dropout is the train-mode forward.
     reference = copy.deepcopy(model.host).eval()
     for part in reference.modules():

@@ -28,24 +28,24 @@ def test_paired_accuracy() -> None:
     # Of 8 predictions the row alone gets 3 right, the other alone 1: p01 = 3/8, p10 = 1/8.
     # Value 100·(3/8 − 1/8) = 25 points.
     # Variance 3/8 + 1/8 − (2/8)² = 0.4375, error 100·sqrt(0.4375)/sqrt(8) = 100·0.661438/2.828427 = 23.3854.
-    result = paired_difference(score("11110001"), score("10001001")).accuracy
+    result = paired_difference(score("11110001"), score("10001001")).points
     assert result.value == pytest.approx(25.0)
     assert result.error == pytest.approx(23.3854, abs=1e-4)
 
 
 def test_paired_accuracy_is_antisymmetric() -> None:
     row, other = score("11110001"), score("10001001")
-    forth, back = paired_difference(row, other).accuracy, paired_difference(other, row).accuracy
+    forth, back = paired_difference(row, other).points, paired_difference(other, row).points
     assert (back.value, back.error) == pytest.approx((-forth.value, forth.error))
 
 
 def test_rows_that_agree_have_no_error() -> None:
     """Equal accuracy is not agreement: one discordant pair each way is 0 points, but not without error."""
-    assert paired_difference(score("1100"), score("1100")).accuracy == Measurement(0.0, 0.0)
+    assert paired_difference(score("1100"), score("1100")).points == Measurement(0.0, 0.0)
     # p01 = p10 = 1/2: variance 1, error 100·1/sqrt(2)
-    assert paired_difference(score("10"), score("01")).accuracy == pytest.approx((0.0, 70.710678))
+    assert paired_difference(score("10"), score("01")).points == pytest.approx((0.0, 70.710678))
     # Always better: p01 = 1, p10 = 0: variance 1 − 1 = 0
-    assert paired_difference(score("11"), score("00")).accuracy == Measurement(100.0, 0.0)
+    assert paired_difference(score("11"), score("00")).points == Measurement(100.0, 0.0)
 
 
 def test_paired_loss() -> None:
@@ -53,6 +53,20 @@ def test_paired_loss() -> None:
     result = paired_difference(score("111", [1.0, 1.0, 1.0]), score("111", [2.0, 3.0, 4.0])).loss
     assert result == pytest.approx((2.0, 0.577350), abs=1e-6)
     assert paired_difference(score("1", [1.0]), score("1", [2.0])).loss == Measurement(1.0, math.inf)
+
+
+def test_points_of_rows_with_losses_alone() -> None:
+    # Losses 1, 1, 1 against 2, 3, 4: means 1 and 3, so 100·(3 − 1)/3 = 66.6667 points.
+    # The loss differs by 2 ± 0.577350; relative to the other's 3 the error is 100·0.577350/3 = 19.2450 points.
+    row, other = (RowScore(None, torch.tensor(losses)) for losses in ([1.0, 1.0, 1.0], [2.0, 3.0, 4.0]))
+    result = paired_difference(row, other)
+    assert result.points == pytest.approx((66.666667, 19.245009), abs=1e-5)
+    assert result.loss == pytest.approx((2.0, 0.577350), abs=1e-6)
+    # The other way round it loses 200 points: three times the loss of 1.
+    assert paired_difference(other, row).points == pytest.approx((-200.0, 57.735027), abs=1e-5)
+    assert paired_difference(row, other._replace(correct=torch.ones(3, dtype=torch.bool))) == result
+    with pytest.raises(BadValueError, match="scored by loss alone; it has no accuracy"):
+        _ = row.accuracy
 
 
 def test_row_score() -> None:
@@ -97,13 +111,13 @@ def test_rows_use_statistics_of_their_own(amplifier: str, stage: SeedStage) -> N
 
     result = model.measure(x, targets, calibration=x)
     effect = (result.auditions if stage is SeedStage.TRAINING else result.contributions)["r1c0"]
-    assert effect.accuracy == Measurement(0.0, 0.0)
+    assert effect.points == Measurement(0.0, 0.0)
     assert abs(effect.loss.value) < 1e-3
 
     roles = {"r1c0": Role.SHADOW if stage is SeedStage.TRAINING else Role.SILENT}
     plain, changed = (score_row(model.body, x, targets, row, None) for row in ({}, roles))
     assert (changed.losses - plain.losses).abs().mean() > 0.1
-    assert not torch.equal(changed.correct, plain.correct)
+    assert not torch.equal(changed.hits, plain.hits)
 
 
 def test_main_row_is_calibrated_too() -> None:
@@ -115,9 +129,10 @@ def test_main_row_is_calibrated_too() -> None:
     x, targets = make_batch("cnn", 64, dtype=torch.float64)
     result = compare(model.body, x, targets, x)
     logits = model.body(x, True)[0]  # calibrated on x itself: what training sees, but for the unbiased variance
-    assert torch.equal(result.main.correct, logits.argmax(-1) == targets)
+    assert result.deployed is not None
+    assert torch.equal(result.main.hits, logits.argmax(-1) == targets)
     assert result.deployed.accuracy < result.main.accuracy
-    assert torch.equal(result.deployed.correct, model.eval()(x).argmax(-1) == targets)
+    assert torch.equal(result.deployed.hits, model.eval()(x).argmax(-1) == targets)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -169,7 +184,7 @@ def test_measure_finds_what_a_rerun_without_the_seed_finds(kind: HostKind) -> No
 
     model.seed_slots[holds].alpha.zero_()
     silenced = score_row(model.body, x, targets, {}, x)
-    assert result.contributions[holds].accuracy == paired_difference(result.main, silenced).accuracy
+    assert result.contributions[holds].points == paired_difference(result.main, silenced).points
     assert result.contributions[holds].loss.value == pytest.approx(silenced.loss - result.main.loss, abs=1e-12)
     assert result.contributions[holds].loss.value != 0.0
 
@@ -184,8 +199,8 @@ def test_the_last_two_measurements_count() -> None:
     for rng_seed in range(3):
         x, targets = make_batch("cnn", 48, dtype=torch.float64, rng_seed=rng_seed)
         result = model.measure(x, targets, calibration=x)
-        auditions.append(result.auditions[trains].accuracy)
-        contributions.append(result.contributions[holds].accuracy)
+        auditions.append(result.auditions[trains].points)
+        contributions.append(result.contributions[holds].points)
     assert len(set(auditions)) == len(set(contributions)) == 3
 
     state = model.seed_slots[trains].state
@@ -208,12 +223,13 @@ def test_chunks_change_no_result(kind: HostKind, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("esper.kasmina.compare.CHUNK", 5)
     parts = compare(model.body, x, targets, x)
     for left, right in ((whole.main, parts.main), (whole.deployed, parts.deployed)):
-        assert left.correct.numel() == targets.numel()
-        assert torch.equal(left.correct, right.correct)
+        assert left is not None and right is not None
+        assert left.hits.numel() == targets.numel()
+        assert torch.equal(left.hits, right.hits)
         torch.testing.assert_close(left.losses, right.losses, rtol=1e-12, atol=1e-12)
     for seeds in ("auditions", "contributions"):
         for slot_id, effect in getattr(whole, seeds).items():
-            assert getattr(parts, seeds)[slot_id].accuracy == effect.accuracy
+            assert getattr(parts, seeds)[slot_id].points == effect.points
             assert getattr(parts, seeds)[slot_id].loss == pytest.approx(effect.loss, abs=1e-12)
 
 
@@ -222,7 +238,7 @@ def test_tokens_are_predictions() -> None:
     model = make_model("gpt", dtype=torch.float64)
     x, targets = make_batch("gpt", 4, dtype=torch.float64)
     result = compare(model.body, x, targets, x)
-    assert result.main.correct.shape == (24,)
+    assert result.main.hits.shape == (24,)
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -238,11 +254,11 @@ def test_ignored_targets_are_left_out(kind: HostKind) -> None:
     padded.view(-1)[::3] = -100
     kept = padded.flatten() != -100
     whole, part = compare(model.body, x, targets, x), compare(model.body, x, padded, x)
-    assert torch.equal(part.main.correct, whole.main.correct[kept])
+    assert torch.equal(part.main.hits, whole.main.hits[kept])
     assert torch.equal(part.main.losses, whole.main.losses[kept])
     silent = score_row(model.body, x, targets, {"r0c0": Role.SILENT}, x)
     expected = paired_difference(
-        RowScore(whole.main.correct[kept], whole.main.losses[kept]), RowScore(silent.correct[kept], silent.losses[kept])
+        RowScore(whole.main.hits[kept], whole.main.losses[kept]), RowScore(silent.hits[kept], silent.losses[kept])
     )
     assert part.contributions["r0c0"] == expected
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.leyline import Measurement, mean_of, objective, rent
+from esper.leyline import Measurement, mean_of, objective, relative_gain, rent
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,13 @@ def test_mean_is_between_its_parts(pairs: list[tuple[float, float]]) -> None:
 def test_objective() -> None:
     """Gain 75 − 71 = 4; rent 2·log2(1 + 300/100) = 2·log2 4 = 4; objective 0."""
     assert (rent(300, 100), objective(75.0 - 71.0, 300, 100)) == (4.0, 0.0)
+
+
+def test_relative_gain() -> None:
+    """From a loss of 2.5 to 2.0: 100·0.5/2.5 = 20 points; back again 100·(−0.5)/2 = −25."""
+    assert (relative_gain(2.5, 2.0), relative_gain(2.0, 2.5), relative_gain(2.0, 2.0)) == (20.0, -25.0, 0.0)
+    losses = torch.tensor([2.0, 5.0])
+    assert relative_gain(torch.tensor([2.5, 2.5]), losses).tolist() == [20.0, -100.0]
 
 
 def test_rent_scales() -> None:

@@ -9,7 +9,7 @@ import torch
 from reference import OneByOne
 from torch import Tensor
 
-from esper.kasmina import CNNHost, GateThresholds, GPTHost, LifecycleConfig, SeedState, lifecycle
+from esper.kasmina import CNNHost, Comparison, GateThresholds, GPTHost, LifecycleConfig, SeedState, lifecycle
 from esper.kasmina.compare import RowScore
 from esper.kasmina.slot import Isolation
 from esper.leyline import Measurement, SeedStage
@@ -287,8 +287,15 @@ def assert_same_env(fleet: HostFleet, twin: HostFleet, env: int) -> None:
 
 def assert_same_score(left: RowScore, right: RowScore) -> None:
     """Bit for bit."""
-    assert torch.equal(left.correct, right.correct)
+    assert torch.equal(left.hits, right.hits)
     assert same_bits(left.losses, right.losses)
+
+
+def assert_same_scores(left: Comparison, right: Comparison) -> None:
+    """Main rows and deployed ones, bit for bit."""
+    assert left.deployed is not None and right.deployed is not None
+    assert_same_score(left.main, right.main)
+    assert_same_score(left.deployed, right.deployed)
 
 
 # Any: whatever an object graph holds.

@@ -292,7 +292,7 @@ def test_validate_measures_on_the_validation_images() -> None:
     trainer.model.germinate_seed("r1c0", "norm")
     trainer.tick()
     found = trainer.validate()
-    assert found.main.correct.shape == (400,)
+    assert found.main.hits.shape == (400,)
     assert set(found.auditions) == {"r1c0"}
     assert not found.contributions
 

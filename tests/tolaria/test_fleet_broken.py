@@ -95,13 +95,13 @@ def run(fleet: HostFleet, spoil: Callable[[Samples], Samples]) -> list[Found]:
         keep({f"{key} {index}": bank.weights.gradient() for key, bank in fleet.banks.items()})
     keep(Prober(fleet)()._asdict())
     found = fleet.validate()
-    for env in range(N):
+    scores: list[list[RowScore]] = []
+    for env, comparison in enumerate(found):
         values[env] |= everything_of(fleet, env)
-        for kind in (found.auditions, found.contributions):
-            for (owner, slot_id), value in kind.items():
-                if owner == env:
-                    values[env][f"{slot_id} measured"] = torch.tensor([*value.accuracy, *value.loss])
-    scores = [[found.main[env], found.deployed[env]] for env in range(N)]
+        for slot_id, value in (comparison.auditions | comparison.contributions).items():
+            values[env][f"{slot_id} measured"] = torch.tensor([*value.points, *value.loss])
+        assert comparison.deployed is not None
+        scores.append([comparison.main, comparison.deployed])
     panics = fleet.govern(found)
     for panic in panics:
         values[panic.env]["panic"] = torch.tensor(Symptom.NOT_FINITE in panic.symptoms)

@@ -31,7 +31,6 @@ from esper.kasmina.compare import PairedDifference, RowScore, score_row
 from esper.kasmina.slot import Isolation, Role
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, OptimiserConfig
-from esper.tolaria.measurement import FleetComparison
 from esper.tolaria.passes import SIDE_STREAMS, score_rows
 
 CASES = [
@@ -79,7 +78,7 @@ def assert_equal_states(fleet: HostFleet, lone: OneByOne, env: int, tolerance: f
 def assert_equal_scores(mine: RowScore, reference: RowScore, tolerance: float, name: str) -> None:
     """The same predictions, and losses that agree."""
     assert mine.accuracy == reference.accuracy, name
-    assert torch.equal(mine.correct, reference.correct), name
+    assert torch.equal(mine.hits, reference.hits), name
     assert_close(mine.losses, reference.losses, tolerance, name)
 
 
@@ -89,21 +88,18 @@ def assert_equal_differences(
     """Auditions or contributions of one env."""
     assert mine.keys() == reference.keys()
     for slot_id, found in reference.items():
-        assert mine[slot_id].accuracy == pytest.approx(found.accuracy)
+        assert mine[slot_id].points == pytest.approx(found.points)
         assert mine[slot_id].loss == pytest.approx(found.loss, rel=tolerance, abs=tolerance)
 
 
-def assert_equal_findings(found: FleetComparison, reference: list[Comparison], tolerance: float) -> None:
+def assert_equal_findings(comparisons: list[Comparison], reference: list[Comparison], tolerance: float) -> None:
     """A validation of all hosts at once, and of each alone."""
-
-    def of(env: int, found: dict[tuple[int, str], PairedDifference]) -> dict[str, PairedDifference]:
-        return {slot_id: value for (owner, slot_id), value in found.items() if owner == env}
-
-    for env, alone in enumerate(reference):
-        assert_equal_scores(found.main[env], alone.main, tolerance, f"env {env}, main row")
-        assert_equal_scores(found.deployed[env], alone.deployed, tolerance, f"env {env}, deployed")
-        assert_equal_differences(of(env, found.auditions), alone.auditions, tolerance)
-        assert_equal_differences(of(env, found.contributions), alone.contributions, tolerance)
+    for env, (mine, alone) in enumerate(zip(comparisons, reference, strict=True)):
+        assert mine.deployed is not None and alone.deployed is not None
+        assert_equal_scores(mine.main, alone.main, tolerance, f"env {env}, main row")
+        assert_equal_scores(mine.deployed, alone.deployed, tolerance, f"env {env}, deployed")
+        assert_equal_differences(mine.auditions, alone.auditions, tolerance)
+        assert_equal_differences(mine.contributions, alone.contributions, tolerance)
 
 
 def stages_of(fleet: HostFleet) -> set[SeedStage]:
@@ -424,13 +420,13 @@ def test_extracted_models_give_what_their_rows_give(kind: Kind) -> None:
     """Evaluated with running statistics, as they would be deployed."""
     fleet = trained_fleet(kind)
     samples = fleet.batches.validation()
-    found = fleet.validate()
-    for env in range(fleet.n):
+    for env, comparison in enumerate(fleet.validate()):
+        assert comparison.deployed is not None
         model = fleet.extract(env).eval()
         with torch.no_grad():
             logits = model(samples.inputs).flatten(0, -2)
         losses = torch.nn.functional.cross_entropy(logits, samples.targets.flatten(), reduction="none")
-        assert_close(found.deployed[env].losses, losses, 1e-5, f"env {env}")
+        assert_close(comparison.deployed.losses, losses, 1e-5, f"env {env}")
         assert model.grown_parameter_count == fleet.grown_parameters(env)
         assert model.reports() == fleet.reports(env)
 

@@ -11,7 +11,7 @@ from fleets import (
     Kind,
     assert_same,
     assert_same_env,
-    assert_same_score,
+    assert_same_scores,
     everything_of,
     image_batches,
     make_fleet,
@@ -96,8 +96,7 @@ def test_what_happens_to_one_changes_no_bit_of_another(kind: Kind, change: Chang
         assert torch.equal(losses[others], expected[others])
         before, after = calm.validate(), troubled.validate()
         for env in others:
-            assert_same_score(after.main[env], before.main[env])
-            assert_same_score(after.deployed[env], before.deployed[env])
+            assert_same_scores(after[env], before[env])
             assert_same_env(troubled, calm, env)
         calm.tick()
         troubled.tick()
@@ -141,9 +140,8 @@ def test_a_member_that_waits_has_gain_zero() -> None:
         fleet.tick()
         for control, waiting in ((0, 1), (4, 5)):
             assert losses[control] == losses[waiting]
-            assert_same_score(found.main[waiting], found.main[control])
-            assert_same_score(found.deployed[waiting], found.deployed[control])
-            assert found.main[waiting].accuracy - found.main[control].accuracy == 0.0
+            assert_same_scores(found[waiting], found[control])
+            assert found[waiting].main.accuracy - found[control].main.accuracy == 0.0
             assert_same(everything_of(fleet, waiting), everything_of(fleet, control))
     for control, grown in ((0, 2), (0, 3), (4, 6), (4, 7)):
         assert not torch.equal(fleet.host.weights.matrix[control], fleet.host.weights.matrix[grown])

@@ -164,7 +164,7 @@ def test_a_validation_keeps_to_its_budget(kind: Kind) -> None:
 
 def assert_close(mine: RowScore, reference: RowScore) -> None:
     """To 1e-12."""
-    assert torch.equal(mine.correct, reference.correct)
+    assert torch.equal(mine.hits, reference.hits)
     assert difference(mine.losses, reference.losses) < 1e-12
 
 
@@ -182,16 +182,17 @@ def test_the_budget_changes_no_result(kind: Kind, budget: int) -> None:
     pieces.host.run = lambda rows, *a, **k: (runs.append(len(rows)), run(rows, *a, **k))[1]  # type: ignore[method-assign,func-returns-value]
     expected, found = whole.validate(), pieces.validate()
     assert len(runs) > 10, "it was not divided"
-    assert len(found.main) == len(found.deployed) == 8
-    for env in range(8):
-        assert_close(found.main[env], expected.main[env])
-        assert_close(found.deployed[env], expected.deployed[env])
-    assert found.auditions.keys() == expected.auditions.keys()
-    assert found.contributions.keys() == expected.contributions.keys()
-    for key, value in (expected.auditions | expected.contributions).items():
-        mine = (found.auditions | found.contributions)[key]
-        assert mine.accuracy == value.accuracy
-        assert mine.loss.value == pytest.approx(value.loss.value, abs=1e-12)
+    assert len(found) == 8
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine.deployed is not None and reference.deployed is not None
+        assert_close(mine.main, reference.main)
+        assert_close(mine.deployed, reference.deployed)
+        assert mine.auditions.keys() == reference.auditions.keys()
+        assert mine.contributions.keys() == reference.contributions.keys()
+        for slot_id, value in (reference.auditions | reference.contributions).items():
+            measured = (mine.auditions | mine.contributions)[slot_id]
+            assert measured.points == value.points
+            assert measured.loss.value == pytest.approx(value.loss.value, abs=1e-12)
     assert [{s: x.stage for s, x in states.items()} for states in pieces.states] == [
         {s: x.stage for s, x in states.items()} for states in whole.states
     ]
@@ -200,7 +201,7 @@ def test_the_budget_changes_no_result(kind: Kind, budget: int) -> None:
 def test_a_fleet_of_one_within_a_budget() -> None:
     """It cannot be divided; its inputs can."""
     fleet = HostFleet(task_of("cnn"), 1, batches=batches_of(task_of("cnn")), validation_bytes=1)
-    assert len(fleet.validate().main) == 1
+    assert len(fleet.validate()) == 1
     assert memory_of(fleet).divide(range(2), 1) == [(range(2), 1)]
 
 

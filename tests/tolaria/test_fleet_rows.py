@@ -77,7 +77,7 @@ def test_a_fleet_of_one_carries_a_second_row() -> None:
     fleet = bare(1)
     assert len(fleet.update_plan()[0]) == 2
     assert fleet.train_step().shape == (1,)
-    assert len(fleet.validate().main) == 1
+    assert len(fleet.validate()) == 1
 
 
 def test_a_seed_that_waits_costs_nothing() -> None:

@@ -10,7 +10,7 @@ from esper.kasmina import BlueprintRegistry, Host
 from esper.kasmina.layers import Scale
 from esper.leyline import derive_seed
 from esper.tolaria import HostFleet, get_task
-from esper.tolaria.measurement import Prober
+from esper.tolaria.measurement import Prober, worths_of
 from esper.tolaria.passes import row_losses
 
 
@@ -61,7 +61,6 @@ def test_nothing_is_offered_where_the_host_lets_nothing_through() -> None:
 def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
     """Against autograd through a single network with the seed in its slot at alpha 1."""
     fleet = make_fleet("digits_blind", 3)
-    names = fleet.task.slot_config.blueprint_names
     inputs, targets = fleet.draw(fleet.step_index * fleet.task.batches_per_step)
     slot_id = "r1c1"
     slot = fleet.slots[slot_id]
@@ -90,5 +89,7 @@ def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
     done = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=fleet.places.values())
     stream = done.taps[fleet.places[slot_id]]
     (g,) = torch.autograd.grad(row_losses(done.output, targets).sum(), [stream])
-    raw = Prober(fleet)._worths(slot_id, stream.detach(), g)[:3, names.index(blueprint)]
-    assert raw.tolist() == pytest.approx(norms, rel=1e-3)
+    seed, conductance = Prober(fleet).newborns[slot_id, blueprint], fleet.host.buffers["conductance"]
+    raw = worths_of([None, seed], stream.detach(), g, conductance[:, fleet.places[slot_id]])[:3]
+    assert raw[:, 0].tolist() == [0.0] * 3
+    assert raw[:, 1].tolist() == pytest.approx(norms, rel=1e-3)

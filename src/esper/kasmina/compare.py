@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper.kasmina.slot import Body, Role, Roles
-from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement, SeedStage
+from esper.leyline import ACTIVE_STAGES, BadValueError, Measurement, SeedStage, relative_gain
 from esper.leyline.numbers import refuse
 
 CHUNK = 1024  # inputs per forward pass: it bounds memory and does not change results
@@ -42,48 +42,58 @@ def check_targets(logits: Tensor, targets: Tensor) -> None:
 class RowScore(NamedTuple):
     """Results of one row, a value per prediction (an image, or a token of a sequence)."""
 
-    correct: Tensor
+    correct: Tensor | None  # None where only losses exist
     losses: Tensor
 
     @property
+    def hits(self) -> Tensor:
+        """Which predictions are correct; raises BadValueError where only losses exist."""
+        if self.correct is None:
+            raise BadValueError("this row was scored by loss alone; it has no accuracy")
+        return self.correct
+
+    @property
     def accuracy(self) -> float:
-        """Accuracy in percent."""
-        return 100.0 * float(self.correct.double().mean())
+        """Accuracy in percent; raises BadValueError where only losses exist."""
+        return 100.0 * float(self.hits.double().mean())
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy."""
+        """Mean loss."""
         return float(self.losses.double().mean())
 
 
 class PairedDifference(NamedTuple):
-    """A seed's effect in points of accuracy and in loss; positive is better."""
+    """A seed's effect in points and in loss; positive is better."""
 
-    accuracy: Measurement
+    points: Measurement  # of accuracy, or percent of the loss where only losses exist
     loss: Measurement
 
 
 def paired_difference(row: RowScore, other: RowScore) -> PairedDifference:
     """How much better `row` is than `other`, with paired standard errors.
 
-    That of the accuracy follows from discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n).
+    That of the accuracy follows from discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n). Where a row has
+    only losses, points are the percentage by which the loss of `row` is below that of `other`.
     """
-    count = row.correct.numel()
+    losses = (other.losses - row.losses).double()
+    count = losses.numel()
+    error = float(losses.std()) / math.sqrt(count) if count > 1 else math.inf
+    loss = Measurement(float(losses.mean()), error)
+    if row.correct is None or other.correct is None:
+        return PairedDifference(Measurement(relative_gain(other.loss, row.loss), 100.0 * error / other.loss), loss)
     won = float((row.correct & ~other.correct).sum()) / count
     lost = float((other.correct & ~row.correct).sum()) / count
     variance = max(0.0, won + lost - (won - lost) ** 2)
-    accuracy = Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count))
-    losses = (other.losses - row.losses).double()
-    error = float(losses.std()) / math.sqrt(count) if count > 1 else math.inf
-    return PairedDifference(accuracy, Measurement(float(losses.mean()), error))
+    return PairedDifference(Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count)), loss)
 
 
 class Comparison(NamedTuple):
-    """Result of `compare`."""
+    """Scores of a network, and differences by slot."""
 
     main: RowScore
-    deployed: RowScore
-    """The main row with the running statistics."""
+    deployed: RowScore | None
+    """The main row with the running statistics; None where that pass was omitted."""
     auditions: dict[str, PairedDifference]
     """Shadow row minus main row, for seeds in TRAINING."""
     contributions: dict[str, PairedDifference]

@@ -144,9 +144,9 @@ class MorphogeneticModel(nn.Module):
             comparison = compare(self.body, x, targets, calibration)
         for slot_id, slot in self.body.slot_items():
             if slot_id in comparison.auditions:
-                slot.settle(lifecycle.record_audition(slot.state, comparison.auditions[slot_id].accuracy))
+                slot.settle(lifecycle.record_audition(slot.state, comparison.auditions[slot_id].points))
             elif slot_id in comparison.contributions:
-                slot.settle(lifecycle.record_contribution(slot.state, comparison.contributions[slot_id].accuracy))
+                slot.settle(lifecycle.record_contribution(slot.state, comparison.contributions[slot_id].points))
         return comparison
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from esper.leyline.outcomes import (
     StageChange,
     mean_of,
     objective,
+    relative_gain,
     rent,
 )
 from esper.leyline.slots import (
@@ -99,6 +100,7 @@ __all__ = [
     "head_preset",
     "mean_of",
     "objective",
+    "relative_gain",
     "relevance",
     "rent",
     "slot_id",

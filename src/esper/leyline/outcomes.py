@@ -27,6 +27,11 @@ def objective(gain: Number, added: Number, host: Number | float, rho: float = RH
     return gain - rent(added, host, rho)
 
 
+def relative_gain(control_loss: Number, loss: Number) -> Number:
+    """Gain in points of tasks that are scored by loss: 100 · (control_loss − loss) / control_loss."""
+    return 100 * (control_loss - loss) / control_loss
+
+
 class Measurement(NamedTuple):
     """A value and its standard error, in the same unit. A missing measurement is None, never 0."""
 

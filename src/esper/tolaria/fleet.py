@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import Host, LifecycleConfig, MorphogeneticModel, SeedState, lifecycle
-from esper.kasmina.compare import RowScore
+from esper.kasmina.compare import Comparison, RowScore
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
-from esper.leyline import BadValueError, StageChange, derive_seed
+from esper.leyline import BadValueError, SlotConfig, StageChange, derive_seed
 from esper.leyline.numbers import require_known
 from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
 from esper.tolaria.batches import Batches, Samples
@@ -27,7 +27,7 @@ from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic, SnapshotStore
 from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
-from esper.tolaria.measurement import FleetComparison, measure, measure_committed
+from esper.tolaria.measurement import measure, measure_committed
 from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
 from esper.tolaria.passes import StackedHost, row_losses
 from esper.tolaria.rows import LEAST_ROWS, PassPlan, make_plan
@@ -70,7 +70,7 @@ class HostFleet:
         self.validation_bytes = default_budget(self.device) if validation_bytes is None else validation_bytes
         if self.validation_bytes < 1:
             raise BadValueError(f"validation_bytes {self.validation_bytes} must be positive")
-        self.slots = {slot.slot_id: slot for slot in task.slot_config.slots}
+        self.slots = {slot.slot_id: slot for slot in self.slot_config.slots}
         self.config, self.budget = config or LifecycleConfig(), task.parameter_budget
         self._start_episode(range(n) if seeds is None else seeds)
         # The verbs and states of the lifecycles are the fleet's too.
@@ -127,6 +127,28 @@ class HostFleet:
         self.rate_scale.fill_(1)
         self.governor.reset()
         self.snapshots.take()
+
+    # -- what it grows ------------------------------------------------------------------------------------------------
+
+    @property
+    def slot_config(self) -> SlotConfig:
+        """The slots of every host, with the blueprints that they offer."""
+        return self.task.slot_config
+
+    @property
+    def host_parameters(self) -> int:
+        """Parameters of one host without seeds."""
+        return self.task.host_parameters
+
+    @property
+    def random_guess_loss(self) -> float:
+        """The unit of losses."""
+        return self.task.random_guess_loss
+
+    @property
+    def progress(self) -> float:
+        """Share of the episode that is done."""
+        return self.step_index / self.task.steps
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -206,7 +228,7 @@ class HostFleet:
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
-    def validate(self, *, deployed: bool = True) -> FleetComparison:
+    def validate(self, *, deployed: bool = True) -> list[Comparison]:
         """Score main rows, auditions and contributions on the validation set, and record them in the seeds' states."""
         with memory_guard(self, "validating"):
             self.update_plan()
@@ -223,9 +245,13 @@ class HostFleet:
         calibration = self.batches.calibration(self.task.calibration_size)
         return ValidationMemory(self, self.batches.validation(), calibration)
 
-    def govern(self, comparison: FleetComparison) -> list[Panic]:
+    def points(self, rows: Sequence[RowScore]) -> Tensor:
+        """Accuracy (rows,) in percent, on the device."""
+        return 100 * torch.stack([row.hits for row in rows]).float().mean(1)
+
+    def govern(self, comparisons: Sequence[Comparison]) -> list[Panic]:
         """After validation: restore the snapshots of envs that panic, then take new snapshots of all."""
-        losses = torch.tensor([row.loss for row in comparison.main])
+        losses = torch.tensor([comparison.main.loss for comparison in comparisons])
         banks = [bank.weights.matrix for bank in self.banks.values()]
         stacked = [self.host.weights.matrix, *self.host.buffers.values(), *banks]
         finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked]).all(0)

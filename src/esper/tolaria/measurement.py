@@ -1,13 +1,14 @@
 """Measurements of a whole fleet: scores of rows, auditions and contributions of seeds, and probes of empty slots."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina import lifecycle
+from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.compare import PairedDifference, RowScore, paired_difference
+from esper.kasmina.compare import Comparison, RowScore, paired_difference
 from esper.kasmina.layers import Scale
 from esper.leyline import SeedStage, SlotSpec, derive_seed
 from esper.tolaria.batches import Samples
@@ -21,29 +22,21 @@ if TYPE_CHECKING:
 TINY = torch.finfo(torch.float32).tiny
 
 
-class FleetComparison(NamedTuple):
-    """Scores by env, and differences by (env, slot)."""
-
-    main: list[RowScore]
-    deployed: list[RowScore]
-    auditions: dict[tuple[int, str], PairedDifference]
-    contributions: dict[tuple[int, str], PairedDifference]
-
-
-def measure(fleet: "HostFleet", memory: ValidationMemory, *, deployed: bool = True) -> FleetComparison:
-    """Audition every TRAINING seed and silence every acting one; records the results in their states. Without
-    `deployed` it omits the pass with running statistics, which only a report needs."""
+def measure(fleet: "HostFleet", memory: ValidationMemory, *, deployed: bool = True) -> list[Comparison]:
+    """Audition every TRAINING seed and silence every acting one, in each env; records the results in their states.
+    Without `deployed` it omits the pass with running statistics, which only a report needs."""
     samples, calibration = memory.samples, memory.calibration
-    comparison = FleetComparison([], [], {}, {})
+    comparisons: list[Comparison] = []
     for envs, chunk in memory.divide(range(len(fleet.host.weights)), fleet.validation_bytes):
         rows, seed_of = eval_rows(fleet, envs)
         scores = score_rows(fleet, rows, samples, calibration, chunk=chunk)
-        comparison.main.extend(scores[: len(envs)])
+        running: list[RowScore] | list[None] = [None] * len(envs)
         if deployed:
-            comparison.deployed.extend(score_rows(fleet, deployed_rows(fleet, envs), samples, None, chunk=chunk))
+            running = score_rows(fleet, deployed_rows(fleet, envs), samples, None, chunk=chunk)
+        comparisons += [Comparison(*both, {}, {}) for both in zip(scores[: len(envs)], running, strict=True)]
         for row, (env, slot_id) in seed_of.items():
-            _compare_seed(fleet, comparison, env, slot_id, scores[row])
-    return comparison._replace(main=comparison.main[: fleet.n], deployed=comparison.deployed[: fleet.n])
+            _compare_seed(fleet.states[env], comparisons[env], slot_id, scores[row])
+    return comparisons[: fleet.n]
 
 
 def measure_committed(fleet: "HostFleet", memory: ValidationMemory, samples: Samples) -> list[RowScore]:
@@ -55,15 +48,15 @@ def measure_committed(fleet: "HostFleet", memory: ValidationMemory, samples: Sam
     return scores[: fleet.n]
 
 
-def _compare_seed(fleet: "HostFleet", comparison: FleetComparison, env: int, slot_id: str, row: RowScore) -> None:
+def _compare_seed(states: dict[str, SeedState], comparison: Comparison, slot_id: str, row: RowScore) -> None:
     """Compare a seed's row with its env's main row, and record the difference in its state."""
-    state, main = fleet.states[env][slot_id], comparison.main[env]
+    state = states[slot_id]
     if state.stage is SeedStage.TRAINING:
-        audition = comparison.auditions[env, slot_id] = paired_difference(row, main)
-        fleet.states[env][slot_id] = lifecycle.record_audition(state, audition.accuracy)
+        audition = comparison.auditions[slot_id] = paired_difference(row, comparison.main)
+        states[slot_id] = lifecycle.record_audition(state, audition.points)
     else:
-        contribution = comparison.contributions[env, slot_id] = paired_difference(main, row)
-        fleet.states[env][slot_id] = lifecycle.record_contribution(state, contribution.accuracy)
+        contribution = comparison.contributions[slot_id] = paired_difference(comparison.main, row)
+        states[slot_id] = lifecycle.record_contribution(state, contribution.points)
 
 
 class Sensing(NamedTuple):
@@ -76,58 +69,87 @@ class Sensing(NamedTuple):
     offers: Tensor
 
 
-class Prober:
-    """Probes the slots of a fleet without growing anything: one backward pass over a minibatch, no weight changes.
+Newborns = Mapping[tuple[str, str], nn.Module]
+"""By slot and blueprint, a seed that was just born, but with scale 1."""
 
-    A seed's effect is y = h + c·scale·f(h), where c is what the host lets through. It is born with scale = 0, so the
-    first-order worth of a blueprint in a slot is |∂L/∂scale| = |c · Σ g·f(h)| with g = ∂L/∂h. The prober holds one
-    newborn of every blueprint per slot, with scale 1, for all envs.
+
+def make_newborns(
+    slots: Mapping[str, SlotSpec], device: torch.device, dtype: torch.dtype
+) -> dict[tuple[str, str], nn.Module]:
+    """One newborn of every blueprint per slot, with scale 1."""
+    return {
+        (slot_id, offer.name): _newborn(slot, offer.name).to(device=device, dtype=dtype)
+        for slot_id, slot in slots.items()
+        for offer in slot.blueprints
+    }
+
+
+def _newborn(slot: SlotSpec, name: str) -> nn.Module:
+    rng_seed = derive_seed("probe", slot.slot_id, name)
+    module = BlueprintRegistry.build(slot.topology, name, slot.width, resolution=slot.resolution, rng_seed=rng_seed)
+    for part in module.modules():
+        if isinstance(part, Scale):
+            nn.init.ones_(part.weight)
+    return module.requires_grad_(False)
+
+
+@torch.no_grad()
+def sense(
+    names: Sequence[str],
+    slot_ids: Sequence[str],
+    newborns: Newborns,
+    streams: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    conductance: Tensor,
+) -> Sensing:
+    """Sense R rows from the stream (R, B, …) at each slot, the loss gradient there, and the conductance (R, S).
+
+    A seed's effect is y = h + c·scale·f(h), where c is what the host lets through, its conductance. It is born with
+    scale = 0, so the first-order worth of a blueprint in a slot is |∂L/∂scale| = |c · Σ g·f(h)| with g = ∂L/∂h.
+    No device sync.
     """
+    rms, rank = (torch.stack(columns, 1) for columns in zip(*map(_shape_of, streams), strict=True))
+    norms = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients], 1)
+    gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
+    worths = [
+        worths_of([newborns.get((slot_id, name)) for name in names], h, g, let_through)
+        for slot_id, h, g, let_through in zip(slot_ids, streams, gradients, conductance.unbind(1), strict=True)
+    ]
+    offers = torch.stack(worths, 1)
+    offers = offers / offers.flatten(1).amax(1).clamp(min=TINY)[:, None, None]
+    return Sensing(rms, rank, gradient, offers)
+
+
+def worths_of(seeds: Sequence[nn.Module | None], h: Tensor, g: Tensor, conductance: Tensor) -> Tensor:
+    """|∂L/∂scale| (R, seeds) of newborns in one slot; 0 where there is none."""
+    flat, axes = h.flatten(0, 1), (1, 3, 4) if h.dim() == 5 else tuple(range(1, h.dim() - 1))
+    worths = torch.zeros(len(h), len(seeds), device=h.device)
+    for index, seed in enumerate(seeds):
+        if seed is not None:
+            product = (seed(flat).view(h.shape) * g).float()
+            worths[:, index] = product.sum(axes).norm(dim=1) * conductance.float()
+    return worths
+
+
+class Prober:
+    """Probes the slots of a fleet without growing anything: one backward pass over a minibatch, no weight changes. All
+    envs share the newborns."""
 
     def __init__(self, fleet: "HostFleet") -> None:
         self.fleet = fleet
-        self.names = fleet.task.slot_config.blueprint_names
-        self._newborns = {
-            (slot_id, offer.name): self._newborn(slot, offer.name)
-            for slot_id, slot in fleet.slots.items()
-            for offer in slot.blueprints
-        }
-
-    def _newborn(self, slot: SlotSpec, name: str) -> nn.Module:
-        rng_seed = derive_seed("probe", slot.slot_id, name)
-        module = BlueprintRegistry.build(slot.topology, name, slot.width, resolution=slot.resolution, rng_seed=rng_seed)
-        for part in module.modules():
-            if isinstance(part, Scale):
-                nn.init.ones_(part.weight)
-        module.requires_grad_(False)
-        return module.to(device=self.fleet.device, dtype=self.fleet.compute)
+        self.names = fleet.slot_config.blueprint_names
+        self.newborns = make_newborns(fleet.slots, fleet.device, fleet.compute)
 
     def __call__(self) -> Sensing:
         """Probe all envs on the minibatch that they will train on next. No device sync."""
-        fleet = self.fleet
+        fleet, places = self.fleet, self.fleet.places.values()
         inputs, targets = fleet.draw(fleet.step_index * fleet.task.batches_per_step)
-        result = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=fleet.places.values())
-        streams = [result.taps[place] for place in fleet.places.values()]
+        result = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=places)
+        streams = [result.taps[place] for place in places]
         gradients = torch.autograd.grad(row_losses(result.output, targets).sum(), streams)
-        with torch.no_grad():
-            rms, rank = (torch.stack(columns, 1) for columns in zip(*map(_shape_of, streams), strict=True))
-            norms = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients], 1)
-            gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
-            worths = [self._worths(*slot) for slot in zip(fleet.slots, streams, gradients, strict=True)]
-            offers = torch.stack(worths, 1)
-            offers = offers / offers.flatten(1).amax(1).clamp(min=TINY)[:, None, None]
-            return Sensing(*(column[: fleet.n] for column in (rms, rank, gradient, offers)))
-
-    def _worths(self, slot_id: str, h: Tensor, g: Tensor) -> Tensor:
-        """(R, B): |∂L/∂scale| of every blueprint in one slot."""
-        flat, conductance = h.flatten(0, 1), self.fleet.host.buffers["conductance"][:, self.fleet.places[slot_id]]
-        axes = (1, 3, 4) if h.dim() == 5 else tuple(range(1, h.dim() - 1))
-        worths = torch.zeros(len(h), len(self.names), device=h.device)
-        for index, name in enumerate(self.names):
-            if (slot_id, name) in self._newborns:
-                product = (self._newborns[slot_id, name](flat).view(h.shape) * g).float()
-                worths[:, index] = product.sum(axes).norm(dim=1) * conductance.float()
-        return worths
+        conductance = torch.stack([fleet.host.buffers["conductance"][:, place] for place in places], 1)
+        sensing = sense(self.names, list(fleet.slots), self.newborns, streams, gradients, conductance)
+        return Sensing(*(column[: fleet.n] for column in sensing))
 
 
 def _shape_of(h: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,13 +88,15 @@ def calibrate(fleet: "HostFleet", rows: Rows, inputs: Tensor) -> list[Statistics
     return fleet.host.run(rows, spread(fleet, rows, inputs), train=True).statistics
 
 
-def score(fleet: "HostFleet", rows: Rows, samples: Samples, statistics: list[Statistics] | None) -> RowScore:
-    """Score all rows on a chunk of inputs: (R, predictions) both."""
+def score(
+    fleet: "HostFleet", rows: Rows, samples: Samples, statistics: list[Statistics] | None
+) -> tuple[Tensor, Tensor]:
+    """Which predictions of a chunk of inputs are correct, and their losses: (R, predictions) both."""
     inputs, targets = samples
     logits = fleet.host.run(rows, spread(fleet, rows, inputs), train=False, statistics=statistics).output
     expected = targets.expand(len(logits), *targets.shape)
     loss = F.cross_entropy(logits.flatten(0, -2).to(fleet.dtype), expected.flatten(), reduction="none")
-    return RowScore((logits.argmax(-1) == expected).flatten(1), loss.view(len(logits), -1))
+    return (logits.argmax(-1) == expected).flatten(1), loss.view(len(logits), -1)
 
 
 class PassResult(NamedTuple):

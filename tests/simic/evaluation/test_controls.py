@@ -42,7 +42,7 @@ def grown(arena: Arena, fossils: list[list[Fossil]]) -> Result:
     for _ in range(arena.task.steps):
         fleet.train_step()
         fleet.tick()
-    right = [float(100 * row.correct.float().mean()) for row in fleet.validate_committed(final=arena.final)]
+    right = [float(100 * row.hits.float().mean()) for row in fleet.validate_committed(final=arena.final)]
     return Result([0.0] * n, [0.0] * n, right[1::2], added, fossils)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 from simic.training.tiny import tiny_task
 
+from esper.kasmina.compare import RowScore
 from esper.leyline import head_preset
 from esper.simic.evaluation.arena import Arena, Measure, PolicyPlayer
 from esper.simic.evaluation.results import Result
@@ -34,7 +34,7 @@ def final(request: pytest.FixtureRequest) -> bool:
 
 
 def percent(runner: EpisodeRunner, env: int, images: slice) -> float:
-    return 100 * float(runner.committed[env].correct[images].double().mean())
+    return 100 * float(runner.committed[env].hits[images].double().mean())
 
 
 @pytest.mark.default_cases("test")
@@ -58,8 +58,9 @@ def test_its_figures_are_those_of_the_replayed_plan(small: Task, final: bool) ->
         assert len(result.commits[number]) == (result.added_params[number] > 0)
 
 
-class Row(NamedTuple):
-    correct: torch.Tensor
+def row_of(correct: Sequence[bool]) -> RowScore:
+    """A row that got these images right."""
+    return RowScore(torch.tensor(correct), torch.zeros(len(correct)))
 
 
 class Staged:
@@ -72,8 +73,8 @@ class Staged:
     def run(self, make_policy: object, plans: Sequence[Plan], seeds: Sequence[int], measure: Measure) -> torch.Tensor:
         groups = Groups(len(seeds), len(plans))
         nothing = [False] * len(self.control)
-        rows = [Row(torch.tensor(self.right.get(index, nothing))) for index in range(len(plans))]
-        rows.append(Row(torch.tensor(self.control)))
+        rows = [row_of(self.right.get(index, nothing)) for index in range(len(plans))]
+        rows.append(row_of(self.control))
         runner = SimpleNamespace(groups=groups, committed=rows * len(seeds))
         counts = [float(self.parameters.get(index, 0)) for index in range(len(plans))]
         result = SimpleNamespace(fossil_parameters=torch.tensor(counts * len(seeds)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina import GateThresholds, LifecycleConfig, attach, lifecycle
+from esper.kasmina import Comparison, GateThresholds, LifecycleConfig, attach, lifecycle
 from esper.leyline import Measurement, SeedStage, UnknownNameError
 from esper.simic.rewards.attribution import (
     ActingSeeds,
@@ -18,7 +18,6 @@ from esper.simic.rewards.attribution import (
     seeds_of_model,
 )
 from esper.tolaria import HostFleet, get_task
-from esper.tolaria.measurement import FleetComparison
 
 AT_ONCE = LifecycleConfig(thresholds=GateThresholds(min_training_steps=0))
 """No waiting: seeds blend as soon as they are planted."""
@@ -46,7 +45,7 @@ def shake(tensors: list[Tensor]) -> None:
 
 
 @pytest.fixture(scope="module")
-def grown() -> tuple[HostFleet, FleetComparison]:
+def grown() -> tuple[HostFleet, list[Comparison]]:
     """Hosts that have trained with their seeds, as they were last measured."""
     fleet = HostFleet(SMALL, 5, config=AT_ONCE)
     plant(fleet, TWO, "r1c0", "bottleneck", tempo=2)
@@ -90,19 +89,19 @@ def right(seeds: ActingSeeds, *coalition: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("env", "acting"), [(TWO, 2), (THREE, 3)])
-def test_leave_one_out_is_the_contribution(grown: tuple[HostFleet, FleetComparison], env: int, acting: int) -> None:
+def test_leave_one_out_is_the_contribution(grown: tuple[HostFleet, list[Comparison]], env: int, acting: int) -> None:
     """That `validate` reports; and all seeds together are the main row, image by image."""
     fleet, found = grown
     seeds = seeds_of_host(fleet, env)
     assert seeds.slots == SMALL.slot_ids[:acting]
-    reported = [found.contributions[env, slot_id].accuracy for slot_id in seeds.slots]
+    reported = [found[env].contributions[slot_id].points for slot_id in seeds.slots]
     assert any(abs(seed.value) > 2 for seed in reported), "they matter"
     assert agree(leave_one_out(seeds.score, acting).seeds, reported)
-    assert torch.equal(right(seeds, *everyone(seeds)), found.main[env].correct)
+    assert torch.equal(right(seeds, *everyone(seeds)), found[env].main.hits)
 
 
 @pytest.mark.parametrize("env", [TWO, THREE])
-def test_a_models_leave_one_out_is_its_contribution(grown: tuple[HostFleet, FleetComparison], env: int) -> None:
+def test_a_models_leave_one_out_is_its_contribution(grown: tuple[HostFleet, list[Comparison]], env: int) -> None:
     """That `measure` reports."""
     fleet, _ = grown
     images, calibration = fleet.batches.validation(), fleet.batches.calibration(SMALL.calibration_size)
@@ -110,13 +109,13 @@ def test_a_models_leave_one_out_is_its_contribution(grown: tuple[HostFleet, Flee
     seeds = seeds_of_model(model, *images, calibration)
     found = model.measure(*images, calibration)
     assert seeds.slots == tuple(found.contributions)
-    reported = [contribution.accuracy for contribution in found.contributions.values()]
+    reported = [contribution.points for contribution in found.contributions.values()]
     assert agree(leave_one_out(seeds.score, len(seeds.slots)).seeds, reported)
-    assert torch.equal(right(seeds, *everyone(seeds)), found.main.correct)
+    assert torch.equal(right(seeds, *everyone(seeds)), found.main.hits)
 
 
 @pytest.mark.parametrize(("env", "coalitions"), [(TWO, 4), (THREE, 8)])
-def test_values_sum_to_all_against_none(grown: tuple[HostFleet, FleetComparison], env: int, coalitions: int) -> None:
+def test_values_sum_to_all_against_none(grown: tuple[HostFleet, list[Comparison]], env: int, coalitions: int) -> None:
     """Exact; and sampled orders agree with them within their errors."""
     seeds = seeds_of_host(grown[0], env)
     exact = attribute(seeds)
@@ -130,23 +129,23 @@ def test_values_sum_to_all_against_none(grown: tuple[HostFleet, FleetComparison]
         assert abs(estimate.value - truth.value) < 3 * estimate.error
 
 
-def test_a_coalition_is_the_host_without_the_others(grown: tuple[HostFleet, FleetComparison]) -> None:
+def test_a_coalition_is_the_host_without_the_others(grown: tuple[HostFleet, list[Comparison]]) -> None:
     """By another way: hosts with their fossils alone, on validation and on other images."""
     fleet, _ = grown
     for images, final in ((None, False), (fleet.batches.test(), True)):
         committed = fleet.validate_committed(final=final)
         for env in (TWO, THREE):
-            assert torch.equal(right(seeds_of_host(fleet, env, images)), committed[env].correct)
+            assert torch.equal(right(seeds_of_host(fleet, env, images)), committed[env].hits)
     before = dict(fleet.states[THREE])
     fossil = replace(before["r1c1"], stage=SeedStage.FOSSILIZED)
     fleet.adopt(THREE, before | {"r1c1": fossil})
     try:
-        assert torch.equal(right(seeds_of_host(fleet, THREE), 1), fleet.validate_committed()[THREE].correct)
+        assert torch.equal(right(seeds_of_host(fleet, THREE), 1), fleet.validate_committed()[THREE].hits)
     finally:
         fleet.adopt(THREE, before)
 
 
-def test_nothing_is_left_behind(grown: tuple[HostFleet, FleetComparison]) -> None:
+def test_nothing_is_left_behind(grown: tuple[HostFleet, list[Comparison]]) -> None:
     """No weight, statistic or state is other than before, of this host and of its neighbours."""
     fleet, _ = grown
     tensors = [fleet.host.weights.matrix, *fleet.host.buffers.values()]
@@ -157,7 +156,7 @@ def test_nothing_is_left_behind(grown: tuple[HostFleet, FleetComparison]) -> Non
     assert all(torch.equal(tensor, then) for tensor, then in zip(tensors, before, strict=True))
 
 
-def test_hosts_without_acting_seeds_and_hosts_that_are_not_there(grown: tuple[HostFleet, FleetComparison]) -> None:
+def test_hosts_without_acting_seeds_and_hosts_that_are_not_there(grown: tuple[HostFleet, list[Comparison]]) -> None:
     """The one has nothing to attribute, the other is refused."""
     found = attribute(seeds_of_host(grown[0], BARE))
     assert (found.seeds, found.evaluations) == ((), 0)
@@ -200,7 +199,7 @@ def test_an_attached_network() -> None:
         model.advance(slot_id)
     shake(list(model.parameters()))
     seeds = seeds_of_model(model, images, labels, images)
-    reported = [each.accuracy for each in model.measure(images, labels, images).contributions.values()]
+    reported = [each.points for each in model.measure(images, labels, images).contributions.values()]
     assert seeds.slots == ("2", "4")
     assert any(seed.value for seed in reported)
     assert agree(leave_one_out(seeds.score, 2).seeds, reported)

@@ -14,6 +14,7 @@ import torch
 from simic.training.tiny import quick_config, quick_trainer
 from torch import Tensor, nn
 
+from esper.kasmina import Comparison
 from esper.leyline import LifecycleOp, Measurement
 from esper.nissa import AlarmRaised
 from esper.simic.agent import PPOAgent, load_agent
@@ -26,7 +27,6 @@ from esper.simic.training import collect
 from esper.simic.training.collect import action_draws
 from esper.simic.training.run_folder import EXTRAS, checkpoints_of
 from esper.simic.training.trainer import Trainer
-from esper.tolaria.measurement import FleetComparison
 
 CALM = 1
 """Rounds before anything is broken."""
@@ -227,14 +227,14 @@ def claim(contribution: float, gain: float) -> Break:
         fleet, groups = runner.fleet, runner.groups
         measured = fleet.validate
 
-        def validate(*, deployed: bool = True) -> FleetComparison:
+        def validate(*, deployed: bool = True) -> list[Comparison]:
             found = measured(deployed=deployed)
             for env in groups.envs:
-                correct = found.main[env + 1].correct.clone()  # groups of one host and its control
+                correct = found[env + 1].main.hits.clone()  # groups of one host and its control
                 images = round(gain / 100 * len(correct))
                 right, wrong = (correct == 1).nonzero().flatten(), (correct == 0).nonzero().flatten()
                 correct[wrong[: max(images, 0)]], correct[right[: max(-images, 0)]] = 1, 0
-                found.main[env] = found.main[env]._replace(correct=correct)
+                found[env] = found[env]._replace(main=found[env].main._replace(correct=correct))
                 for slot_id, state in fleet.states[env].items():
                     if state.contributions:
                         fleet.states[env][slot_id] = replace(state, contributions=(Measurement(contribution, 0.1),))

@@ -47,6 +47,16 @@ def test_groups() -> None:
         Groups.of(9, 3)
 
 
+def test_groups_without_controls() -> None:
+    """Every env is grown, and its own control."""
+    groups = Groups(2, 3, controls=False)
+    assert (groups.hosts, groups.grown, groups.envs) == (6, 6, [0, 1, 2, 3, 4, 5])
+    assert groups.spread([5, 9]) == [5, 5, 5, 9, 9, 9]
+    values = torch.arange(12).view(6, 2)
+    assert torch.equal(groups.grown_of(values), values)
+    assert torch.equal(groups.control_of(values), values)
+
+
 def test_purposes_never_share_a_host() -> None:
     """Host seeds of training, tuning, evaluation and final come from disjoint ranges."""
     seeds = {purpose: {host_seed(purpose, 0, r, g) for r in range(20) for g in range(20)} for purpose in PURPOSES}

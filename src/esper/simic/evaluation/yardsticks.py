@@ -16,7 +16,6 @@ from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import growth_fleet
-from esper.simic.training.observe import accuracy_of
 from esper.tamiyo.policies import Plan, PlannedSeed, SchedulePolicy
 from esper.tolaria import HostFleet, Task
 
@@ -70,7 +69,7 @@ def _train(
         fleet.train_step()
         meter.train(structure)
         fleet.tick()
-    accuracy = accuracy_of(fleet.validate_committed(final=arena.final))
+    accuracy = fleet.points(fleet.validate_committed(final=arena.final))
     meter.harden(structure)
     return accuracy, meter.cost()
 
@@ -155,7 +154,7 @@ def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
 def _by_half(runner: EpisodeRunner, result: StepResult) -> Tensor:
     """(n, 5): accuracy and control on the choosing images, the same on the scored ones, parameters."""
     groups = runner.groups
-    correct = 100 * torch.stack([row.correct for row in runner.committed]).double()  # (envs, images)
+    correct = 100 * torch.stack([row.hits for row in runner.committed]).double()  # (envs, images)
     halves = [correct[:, images].mean(1) for images in (CHOOSING, SCORED)]
     columns = [part for half in halves for part in (groups.grown_of(half), groups.control_of(half))]
     return torch.stack([*columns, result.fossil_parameters.double()], -1)

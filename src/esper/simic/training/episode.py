@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import SeedState, lifecycle
-from esper.kasmina.compare import RowScore
+from esper.kasmina.compare import Comparison, RowScore
 from esper.leyline import (
     ACTIVE_STAGES,
     HEADS,
@@ -23,17 +23,18 @@ from esper.leyline import (
 )
 from esper.simic.telemetry import Spans
 from esper.simic.training.hosts import Groups
-from esper.simic.training.observe import Observer, accuracy_of, loss_of
+from esper.simic.training.observe import Observer, loss_of
 from esper.tamiyo import ActionTable, growth_table
 from esper.tamiyo.features import growth_layout, signals_to_features
 from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
-from esper.tolaria.measurement import FleetComparison, Prober, Sensing
+from esper.tolaria.growable import Growable
+from esper.tolaria.measurement import Prober, Sensing
 
 
 class IllegalActionError(EsperError, RuntimeError):
-    """A policy chose an action that the fleet refuses."""
+    """A policy chose an action that the fleet, or another growable, refuses."""
 
 
 def choices_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, names or numbers
@@ -44,11 +45,11 @@ def choices_of(head: Head, slots: SlotConfig) -> Sequence[Any]:  # Any: ops, nam
 
 
 def apply_action(
-    fleet: HostFleet, env: int, action: list[int], table: ActionTable, slots: SlotConfig
+    growable: Growable, env: int, action: list[int], table: ActionTable, slots: SlotConfig
 ) -> StageChange | None:
     """Carry out one action, an index per head of the table; other heads take their placeholder. WAIT returns None.
 
-    `env` is a number in the fleet.
+    `env` is a number in the growable, controls included.
     """
     indices = dict(zip(table.names, action, strict=True))
     chosen = {head.name: choices_of(head, slots)[indices.get(head.name, head.placeholder)] for head in HEADS}
@@ -58,15 +59,17 @@ def apply_action(
         match op := LifecycleOp(chosen["op"]):
             case LifecycleOp.GERMINATE:
                 style, tempo = chosen["blend"], chosen["tempo"]
-                return fleet.germinate(env, slot_id, chosen["blueprint"], style=style, tempo=tempo, alpha_target=target)
+                return growable.germinate(
+                    env, slot_id, chosen["blueprint"], style=style, tempo=tempo, alpha_target=target
+                )
             case LifecycleOp.ADVANCE:
-                return fleet.advance(env, slot_id)
+                return growable.advance(env, slot_id)
             case LifecycleOp.FOSSILIZE:
-                return fleet.fossilize(env, slot_id)
+                return growable.fossilize(env, slot_id)
             case LifecycleOp.PRUNE:
-                return fleet.prune(env, slot_id, **ramp)
+                return growable.prune(env, slot_id, **ramp)
             case LifecycleOp.SET_ALPHA_TARGET:
-                return fleet.set_alpha_target(env, slot_id, target, **ramp)
+                return growable.set_alpha_target(env, slot_id, target, **ramp)
     except EsperError as error:
         raise IllegalActionError(f"env {env}: {op.name} in {slot_id} was offered but refused: {error}") from error
     return None
@@ -114,7 +117,7 @@ class EpisodeRunner:
 
     def __init__(self, fleet: HostFleet, groups: Groups, preset: HeadPreset, *, sensing: bool = True) -> None:
         self.fleet, self.groups, self.preset = fleet, groups, preset
-        self.slots = fleet.task.slot_config
+        self.slots = fleet.slot_config
         self.table = growth_table(preset, self.slots)
         self.layout = growth_layout(self.slots, sensing=sensing)
         self.observer = Observer(fleet, groups, gated="blend" in self.table.names)
@@ -136,7 +139,7 @@ class EpisodeRunner:
         fleet.reset(self.groups.spread(seeds))
         self.observer.begin()
         # No scores with running statistics (`deployed`): controllers use calibrated ones.
-        self.comparison: FleetComparison = fleet.validate(deployed=False)
+        self.comparisons: list[Comparison] = fleet.validate(deployed=False)
         self.sensing: Sensing = self.prober()
         self._last_op = torch.full((n,), int(LifecycleOp.WAIT), device=fleet.device)
         self._last_succeeded = torch.ones(n, dtype=torch.bool, device=fleet.device)
@@ -144,7 +147,9 @@ class EpisodeRunner:
 
     def view(self) -> PolicyView:
         """What policies see now."""
-        signals = self.observer.look(self.comparison, self.sensing, self.potential, self._last_op, self._last_succeeded)
+        signals = self.observer.look(
+            self.comparisons, self.sensing, self.potential, self._last_op, self._last_succeeded
+        )
         features = signals_to_features(signals, self.layout)
         return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
 
@@ -159,9 +164,9 @@ class EpisodeRunner:
         with self.spans("train"):
             fleet.train_step()
         with self.spans("validate"):
-            earlier, self.comparison = self.comparison, fleet.validate(deployed=False)
+            earlier, self.comparisons = self.comparisons, fleet.validate(deployed=False)
         symptoms = self._govern(earlier, changes)
-        slots = self.observer.slots(self.comparison, self.sensing)
+        slots = self.observer.slots(self.comparisons, self.sensing)
         acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
         hardened: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if fleet.step_index + 1 >= fleet.task.steps:
@@ -177,12 +182,12 @@ class EpisodeRunner:
                 self.sensing = self.prober()
         panics = torch.tensor([row in symptoms for row in range(self.groups.grown)], device=fleet.device)
         self._last_succeeded = ~panics
-        live = self._scores(self.comparison.main)
+        live = self._scores([comparison.main for comparison in self.comparisons])
         return StepResult(*live, slots, seed_parameters, acting, fossil, panics, symptoms, *hardened, changes)
 
     def _scores(self, scores: list[RowScore]) -> tuple[Tensor, Tensor, Tensor]:
         """Accuracy of every grown env and of its control in percent, and its relative loss; `scores` are by env."""
-        percent, losses = accuracy_of(scores), loss_of(scores) / self.fleet.task.random_guess_loss
+        percent, losses = self.fleet.points(scores), loss_of(scores) / self.fleet.random_guess_loss
         return self.groups.grown_of(percent), self.groups.control_of(percent), self.groups.grown_of(losses)
 
     def _states(self) -> list[dict[str, SeedState]]:
@@ -199,13 +204,13 @@ class EpisodeRunner:
         self._last_op = actions[:, 0].to(self.fleet.device)
         return changes
 
-    def _govern(self, earlier: FleetComparison, changes: list[SeedChange]) -> dict[int, list[str]]:
+    def _govern(self, earlier: list[Comparison], changes: list[SeedChange]) -> dict[int, list[str]]:
         """Let the governor restore hosts that diverged; returns its symptoms and adds the stages that it undid."""
         states = self._states()
         with self.spans("govern"):
-            panics = self.fleet.govern(self.comparison)
+            panics = self.fleet.govern(self.comparisons)
         for panic in panics:
-            self._restore_scores(panic.env, earlier)
+            self.comparisons[panic.env] = earlier[panic.env]
         symptoms = {
             self._rows[panic.env]: [symptom.name for symptom in panic.symptoms]
             for panic in panics
@@ -217,15 +222,6 @@ class EpisodeRunner:
                     change = StageChange(slot_id, stage, state.stage, "panic")
                     changes.append(SeedChange(row, change, state.blueprint))
         return symptoms
-
-    def _restore_scores(self, env: int, earlier: FleetComparison) -> None:
-        """Replace what was measured of a host by what was measured before it diverged."""
-        now = self.comparison
-        now.main[env] = earlier.main[env]
-        for new, old in ((now.auditions, earlier.auditions), (now.contributions, earlier.contributions)):
-            for key in [key for key in new if key[0] == env]:
-                del new[key]
-            new.update({key: value for key, value in old.items() if key[0] == env})
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:
         """Of the seeds in these stages (n, slots)."""

@@ -26,10 +26,14 @@ def host_seed(purpose: Purpose, rng_seed: int, *position: int) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """`count` groups of adjacent envs: `members` that a policy controls, then a control that never grows."""
+    """`count` groups of adjacent envs: `members` that a policy controls, then a control that never grows.
+
+    Without `controls` there is none, and each env is its own control.
+    """
 
     count: int
     members: int
+    controls: bool = True
 
     @classmethod
     def of(cls, hosts: int, members: int) -> "Groups":
@@ -45,7 +49,7 @@ class Groups:
     @property
     def hosts(self) -> int:
         """Number of envs in the fleet."""
-        return self.count * (self.members + 1)
+        return self.count * self._size
 
     @property
     def grown(self) -> int:
@@ -56,23 +60,29 @@ class Groups:
         """One seed per env of the fleet from one seed per group."""
         if len(seeds) != self.count:
             raise BadValueError(f"got {len(seeds)} seeds for {self.count} groups; pass one per group")
-        return [seed for seed in seeds for _ in range(self.members + 1)]
+        return [seed for seed in seeds for _ in range(self._size)]
 
     @property
     def envs(self) -> list[int]:
         """Numbers in the fleet of the envs that a policy controls."""
-        return [env for env in range(self.hosts) if (env + 1) % (self.members + 1)]
+        return [env for env in range(self.hosts) if env % self._size < self.members]
 
     def grown_of(self, values: Tensor) -> Tensor:
         """(hosts, …) → (grown, …)."""
         return self._grouped(values)[:, : self.members].flatten(0, 1)
 
     def control_of(self, values: Tensor) -> Tensor:
-        """(hosts, …) → (grown, …): for every grown env the value of its control."""
+        """(hosts, …) → (grown, …): for every grown env the value of its control, or its own where there is none."""
+        if not self.controls:
+            return values
         return self._grouped(values)[:, self.members].repeat_interleave(self.members, 0)
 
     def _grouped(self, values: Tensor) -> Tensor:
-        return values.view(self.count, self.members + 1, *values.shape[1:])
+        return values.view(self.count, self._size, *values.shape[1:])
+
+    @property
+    def _size(self) -> int:
+        return self.members + int(self.controls)
 
 
 def check_device(device: torch.device | str) -> None:
