@@ -203,16 +203,6 @@ def test_rescues_what_contributes_at_all_before_the_end() -> None:
     assert Situation(step=19).slot(1, HOLDING, 4, 1.9, 3.0, cost=1).decide() == (PRUNE, 1, 0)
 
 
-def test_a_contribution_counts_after_some_steps() -> None:
-    """Both to fossilise and to prune; but not at the end of the episode."""
-    patient = HeuristicConfig(holding_steps=3)
-    for value, op in ((3.0, FOSSILIZE), (-1.0, PRUNE)):
-        assert Situation().slot(1, HOLDING, 2, value, 0.9).decide(patient) == WAITS
-        assert Situation().slot(1, HOLDING, 3, value, 0.9).decide(patient) == (op, 1, 0)
-    assert Situation(step=17).slot(1, HOLDING, 0, 0.2, 3.0).decide(patient) == (FOSSILIZE, 1, 0)
-    assert Situation(step=17).slot(1, HOLDING, 0, -0.2, 3.0).decide(patient) == WAITS
-
-
 def test_rules_in_order() -> None:
     """All apply; each gives way to the one before it, and what is forbidden is passed over."""
     situation = Situation().slot(0, HOLDING, 1, 3.0, 1.0).slot(1, TRAINING, 6, 2.0, 1.0)
@@ -238,7 +228,6 @@ def test_other_heads_do_what_core_does() -> None:
     [
         ({"patience": -1}, "patience -1 is not an integer of 0 or more"),
         ({"at_once": 0}, "at_once 0 is not an integer of 1 or more"),
-        ({"holding_steps": -1}, "holding_steps -1 is not an integer of 0 or more"),
         ({"trial": 2}, "trial 2 is not an integer of 3 or more: auditions do not count before"),
         ({"rent": float("nan")}, "rent nan is not a finite number"),
         ({"errors": -1.0}, "errors -1.0 is below 0"),

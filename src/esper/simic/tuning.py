@@ -167,7 +167,7 @@ def search_heuristic(search: Search[HeuristicConfig], task: Task) -> tuple[Heuri
 
 
 def ranges(task: Task) -> Draws:
-    """How each threshold is drawn. Rent is part of the objective; `holding_steps` keeps its default."""
+    """How each threshold is drawn. Rent is part of the objective, not a threshold."""
     return {
         "patience": lambda rng: rng.randint(0, 5),
         "plateau": lambda rng: rng.uniform(0, 4),

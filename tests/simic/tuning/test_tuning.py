@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from esper.simic.evaluation.workers import run_here
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import host_seed
-from esper.simic.tuning import Search, Trials, Tuned, ranges, search_heuristic, search_schedule, tune, write_tuned
+from esper.simic.tuning import Search, Trials, Tuned, search_heuristic, search_schedule, tune, write_tuned
 from esper.storage import files
 from esper.tamiyo import Policy, growth_table
 from esper.tamiyo.policies import (
@@ -184,11 +184,6 @@ def test_thresholds_that_are_better_than_the_default_are_found() -> None:
     assert repr(encode(HeuristicConfig())) in stages["final"], "also where it is far from the best"
     assert len(set(stages["final"]) & set(stages["random"])) == 3, "the default and the best two"
     assert len(set(stages["final"]) & set(stages["near the best"])) == 1
-
-
-def test_what_is_not_searched() -> None:
-    """The price, and the steps before a contribution counts."""
-    assert {field.name for field in fields(HeuristicConfig)} - set(ranges(DIGITS)) == {"rent", "holding_steps"}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -3,8 +3,8 @@
 Rules in order of precedence; each env takes the first that applies:
 
     FOSSILIZE   HOLDING, few steps left, and worth its rent: the objective counts only fossils
-    FOSSILIZE   HOLDING for long enough, and worth more than its rent by more than the measurement error
-    PRUNE       HOLDING for long enough, and not worth its rent
+    FOSSILIZE   HOLDING, and worth more than its rent by more than the measurement error
+    PRUNE       HOLDING, and not worth its rent
     ADVANCE     TRAINING for long enough, and the audition exceeds its error; the best audition first
     PRUNE       TRAINING for too long without such an audition
     GERMINATE   the accuracy has stopped rising and there is time: the best offer not tried before
@@ -55,22 +55,20 @@ class HeuristicConfig:
     """Steps in TRAINING after which a seed without a good audition is pruned."""
     advance_left: int = 5
     """Minimum steps left to blend: a seed needs that many to blend, hold and fossilise."""
-    holding_steps: int = 0
-    """Steps in HOLDING before a contribution counts."""
     least_contribution: float = 0.0
     """Points that a contribution must exceed, net of rent and error, for the seed to be fossilised."""
     prune_below: float = 0.0
     """A held seed that contributes fewer points, net of rent, is pruned."""
     ending: int = 3
-    """With at most this many steps left, every held seed that pays its rent is fossilised, whatever the error."""
+    """With at most this many steps left, every seed that pays its rent is fossilised, whatever the error."""
     errors: float = 1.0
     """Number of standard errors that make up the error."""
     rent: float = 2.0
     """Points that doubling the host costs."""
 
     def __post_init__(self) -> None:
-        counts = {"patience": 0, "at_once": 1, "germinate_left": 1, "training_steps": 0, "advance_left": 1}
-        for name, least in (counts | {"holding_steps": 0, "ending": 0}).items():
+        counts = {"patience": 0, "at_once": 1, "germinate_left": 1, "training_steps": 0, "advance_left": 1, "ending": 0}
+        for name, least in counts.items():
             require_whole(name, getattr(self, name), least)
         require_whole("trial", self.trial, self.training_steps, remark=": auditions do not count before")
         for field in fields(self):
@@ -125,11 +123,10 @@ class HeuristicTamiyo:
         cost = view.signals.offers.cost.gather(-1, slots.blueprint.clamp(min=0)[..., None]).squeeze(-1)
         net = slots.contribution.value - rent(cost, 1.0, config.rent)
         error = config.errors * slots.contribution.error
-        held = (slots.stage == SeedStage.HOLDING) & slots.contribution.valid
-        judged = held & (slots.steps_in_stage >= config.holding_steps)
+        judged = (slots.stage == SeedStage.HOLDING) & slots.contribution.valid
         ending = (left <= config.ending)[:, None]
         return (
-            propose(LifecycleOp.FOSSILIZE, held & ending & (net > 0), net, view.masks),
+            propose(LifecycleOp.FOSSILIZE, judged & ending & (net > 0), net, view.masks),
             propose(LifecycleOp.FOSSILIZE, judged & (net - error > config.least_contribution), net, view.masks),
             propose(LifecycleOp.PRUNE, judged & (net < config.prune_below), -net, view.masks),
         )
