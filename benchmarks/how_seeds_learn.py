@@ -11,7 +11,6 @@ without seeds, paired by seed. A CNN and an MLP on Fashion-MNIST, halved to 14×
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence

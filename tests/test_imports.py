@@ -27,6 +27,7 @@ BELOW = {
     "simic": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa"},
     "karn": {"leyline", "storage", "nissa"},
     "integrations": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config"},
+    "grower": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
     "config": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
     "__main__": {"cli"},
     "cli": {
@@ -40,6 +41,7 @@ BELOW = {
         "simic",
         "config",
         "integrations",
+        "grower",
         "karn",
     },
 }

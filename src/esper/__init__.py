@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from esper.grower import Grower
     from esper.kasmina import (
         CNNHost,
         GPTHost,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "esper.grower": ("Grower",),
     "esper.kasmina": (
         *("CNNHost", "GPTHost", "GrowingOptimizer", "MorphogeneticModel", "TrainingCheckpoints"),
         *("attach", "check_blueprint", "check_host"),
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "CNNHost",
     "GPTHost",
+    "Grower",
     "GrowingOptimizer",
     "HostFleet",
     "MorphogeneticModel",

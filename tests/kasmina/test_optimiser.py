@@ -261,7 +261,7 @@ def test_a_state_of_other_seeds_is_refused() -> None:
     ids=["step", "cosine", "linear", "one cycle"],
 )
 def test_schedulers_of_the_wrapped_optimiser(schedule: Callable[..., torch.optim.lr_scheduler.LRScheduler]) -> None:
-    """Those that docs/own-models.md names go on over births and deaths, with one rate for all."""
+    """Those that docs/by-hand.md names go on over births and deaths, with one rate for all."""
     model = grown()
     optimiser = momentum(model)
     scheduler = schedule(optimiser.wrapped)

@@ -128,9 +128,9 @@ class ModelSlots(nn.Module):
         content = encode(Structure(VERSION, self.isolation, slots, self.notes))
         return torch.frombuffer(bytearray(json.dumps(content, allow_nan=False).encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, content: Tensor) -> None:
         """Become the saved structure. The weights are loaded after it."""
-        saved = read_structure(state)
+        saved = read_structure(content)
         present, wanted = [slot_id for slot_id, _ in self.items()], [entry.spec.slot_id for entry in saved.slots]
         problems = {
             f"the state dict has slots behind {wanted}, this model behind {present}: build the Grower with the same "

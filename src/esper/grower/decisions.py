@@ -21,7 +21,7 @@ from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.training.episode import apply_action
 from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import Observer
-from esper.tamiyo import PolicyView, growth_layout, growth_masks, growth_table, signals_to_features
+from esper.tamiyo import Policy, PolicyView, growth_layout, growth_masks, growth_table, signals_to_features
 from esper.tolaria.measurement import Sensing
 
 JUDGED = ACTIVE_STAGES - {SeedStage.FOSSILIZED}
@@ -50,8 +50,12 @@ class Decider:
         self.prober = ModelProber(growing, self.runner, scorer)
         self.sensing = callable(policy)
         """Whether the empty slots are probed, which costs a backward pass: the rules here do not look at that"""
-        self.own = policy if callable(policy) else RULES.get(str(policy))
-        self.policy = None if self.own is not None else make_policy(policy, self.table, slots, self.layout)
+        self.own: OwnPolicy | None = None
+        self.policy: Policy | None = None
+        if callable(policy) or policy in RULES:
+            self.own = policy if callable(policy) else RULES[str(policy)]
+        else:
+            self.policy = make_policy(policy, self.table, slots, self.layout)
         self.sensing |= isinstance(self.policy, LearnedPolicy)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
         self.last_op = int(LifecycleOp.WAIT)
@@ -74,6 +78,11 @@ class Decider:
             raise BadValueError(
                 f"the loss is not finite for {broken} of {len(main.losses)} validation samples: lower the learning "
                 "rate, or check the data and the loss"
+            )
+        if main.correct is None and main.loss <= 0:
+            raise BadValueError(
+                f"the mean validation loss is {main.loss:.4g}: gains are shares of it, so it must be positive; add a "
+                "constant to the loss"
             )
         self._set_unit(main.loss)
         comparison = Comparison(main, main, {}, {})

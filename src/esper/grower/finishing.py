@@ -31,8 +31,8 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     statistics = runner.calibrated(silent) if drop else {}
     if drop and not statistics and runner.norms():
         raise FinishError(
-            f"dropping the seeds behind {', '.join(drop)} changes what the norms behind them see, and no training input "
-            "is known to set their statistics by: train for a batch, or keep them"
+            f"dropping the seeds behind {', '.join(drop)} changes what the norms behind them see, and there is no "
+            "training input to set their statistics by: train for a batch, or name the seeds in keep="
         )
     growths = [_growth(slot_id, slots) for slot_id in keep]
     text = blocks_source(host, growths)

@@ -261,20 +261,19 @@ class Grower:
                 raise BadValueError(f"there is no seed behind {slot_id!r}; seeds are behind {list(live) or 'none'}")
         if both := sorted(set(keep) & set(drop)):
             raise BadValueError(f"{', '.join(both)} are in both keep and drop; name each in one of them")
-        kept, dropped, unknown = [], [], []
-        for slot_id, state in live.items():
-            stays = state.stage is SeedStage.FOSSILIZED or (
-                state.contribution is not None and state.contribution.beyond_error
-            )
-            if slot_id not in (*keep, *drop) and state.stage is not SeedStage.FOSSILIZED and state.contribution is None:
-                unknown.append(slot_id)
-            (kept if slot_id in keep or (stays and slot_id not in drop) else dropped).append(slot_id)
+        fossils = [slot_id for slot_id, state in live.items() if state.stage is SeedStage.FOSSILIZED]
+        open_ones = {
+            slot_id: state.contribution for slot_id, state in live.items() if slot_id not in (*fossils, *keep, *drop)
+        }
+        unknown = [slot_id for slot_id, contribution in open_ones.items() if contribution is None]
         if unknown:
             raise StageError(
                 f"contributions of the seeds behind {', '.join(unknown)} were never measured: call "
                 "finish(val_loader), or name them in keep= or drop="
             )
-        return kept, dropped
+        paying = [slot_id for slot_id, measured in open_ones.items() if measured is not None and measured.beyond_error]
+        kept = [slot_id for slot_id in live if slot_id in (*fossils, *keep, *paying) and slot_id not in drop]
+        return kept, [slot_id for slot_id in live if slot_id not in kept]
 
     def _clear(self) -> None:
         if hasattr(self._host, CHILD):

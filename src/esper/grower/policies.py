@@ -6,6 +6,8 @@ from pathlib import Path
 from esper.grower.records import OPS, Action, GrowthReport
 from esper.grower.rules import heuristic
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError
+from esper.simic.agent.policy import load_policy
+from esper.simic.training.run_folder import checkpoints_of
 from esper.tamiyo import ActionTable, ObservationLayout, Policy
 from esper.tamiyo.policies import RandomPolicy
 
@@ -28,10 +30,9 @@ def make_policy(policy: str | Path, table: ActionTable, slots: SlotConfig, layou
     """The policy of random legal actions, or the learned one in a folder."""
     if policy == "random":
         return RandomPolicy(table)
-    from esper.simic.agent.policy import load_policy
-    from esper.simic.training.run_folder import checkpoints_of
-
-    return load_policy(checkpoints_of(Path(policy)).last(), table, layout, greedy=True)
+    if (checkpoint := checkpoints_of(Path(policy)).newest()) is None:
+        raise BadValueError(f"{policy} has no checkpoint: it is no run, or it has not finished a round yet")
+    return load_policy(checkpoint, table, layout, greedy=True)
 
 
 def read_actions(given: Iterable[Sequence[str]] | None) -> list[Action]:

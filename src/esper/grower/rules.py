@@ -51,7 +51,7 @@ def _judge(seed: SeedReport, trial: int, left: int) -> str | None:
 
 
 def spread(costs: Mapping[str, Mapping[str, int]], budget: int) -> dict[str, str]:
-    """A blueprint for every slot that the budget reaches, by cheapest upgrade. `costs` has parameters by slot and name."""
+    """Blueprints by slot, as far as the budget goes, by cheapest upgrade. `costs` has parameters by slot and name."""
     chosen: dict[str, str] = {}
     spent = 0
     while True:

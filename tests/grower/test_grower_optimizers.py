@@ -83,7 +83,11 @@ def test_births_and_deaths_disturb_nobody(name: str, schedule: str) -> None:
     own = list(model.parameters())
     optimizer = OPTIMIZERS[name](two_groups(model))
     scheduler = SCHEDULES[schedule](optimizer)
-    acts = {1: [("germinate", "stage1", "conv_light")], 2: [], 3: [("prune", "stage1")]}
+    acts: dict[int, list[tuple[str, ...]]] = {
+        1: [("germinate", "stage1", "conv_light")],
+        2: [],
+        3: [("prune", "stage1")],
+    }
     grower = Grower(model, optimizer, budget=2000, steps=8, policy=lambda report: acts.get(report.step, []))
     groups = len(optimizer.param_groups)
     for epoch in range(4):
@@ -139,7 +143,7 @@ def test_gradient_scalers() -> None:
     optimizer = SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     grower = Grower(model, optimizer, budget=2000, steps=8, policy=plan((1, "stage1", "conv_light")))
-    for epoch in range(3):
+    for _epoch in range(3):
         model.train()
         for batch in torch.arange(200).split(50):
             optimizer.zero_grad()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_compiled_before_growth() -> None:
     model = BlindCNN()
     optimizer = sgd(model)
     with pytest.raises(BadValueError, match="compiled already"):
-        Grower(torch.compile(model, backend="eager"), optimizer, budget=1000)
+        Grower(cast(nn.Module, torch.compile(model, backend="eager")), optimizer, budget=1000)
     model.stage1.compile()
     with pytest.raises(BadValueError, match="'stage1' is compiled already"):
         Grower(model, optimizer, budget=1000)
@@ -107,7 +108,7 @@ def test_compiled_after_the_first_pass() -> None:
         torch._dynamo.reset()
         model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light")))
         model(DATA[0][:2])
-        runs = torch.compile(model, backend="eager") if compiled else model
+        runs = cast(nn.Module, torch.compile(model, backend="eager")) if compiled else model
         for epoch in range(3):
             train_epoch(runs, optimizer, DATA, epoch)
             lines[compiled] = str(grower.step(loader(VALIDATION)))

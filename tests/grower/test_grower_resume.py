@@ -55,7 +55,7 @@ def test_resumed_to_the_bit(cut: int) -> None:
 def test_the_optimizer_comes_second() -> None:
     """Without its seeds the optimizer has other groups; the error says what to do."""
     saved, *_ = run(0, 2)
-    model, optimizer, _ = make(steps=STEPS, budget=3000)
+    _model, optimizer, _ = make(steps=STEPS, budget=3000)
     with pytest.raises(BadValueError, match="load the model's state dict first"):
         optimizer.load_state_dict(saved["optimizer"])
 

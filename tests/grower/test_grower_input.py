@@ -20,7 +20,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.again, self.never, self.head = (nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))  # fmt: skip
+        self.first, self.again, self.never = (nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.again(self.again(F.relu(self.first(x.flatten(1))))))
@@ -58,7 +59,7 @@ def test_refused(model: type[nn.Module], options: dict[str, Any], error: type[Ex
 
 def test_steps_before_training() -> None:
     """A model that never ran has no slots yet."""
-    model, _, grower = make()
+    _model, _, grower = make()
     with pytest.raises(StageError, match="has not run yet"):
         grower.step(loader(DATA))
 
