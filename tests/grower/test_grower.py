@@ -1,6 +1,11 @@
 """The four lines: a model grows in an unchanged loop and ends as plain torch."""
 
 import copy
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +164,42 @@ def test_reports() -> None:
     assert seed.stage is SeedStage.HOLDING and seed.contribution is not None
     assert not report.offers["stage1"] and report.offers["stage2"]["conv_light"].parameters == 2352
     assert max(offer.worth for offer in report.offers["stage2"].values()) > 0
+
+
+def test_finished_models_load_without_esper(tmp_path: Path) -> None:
+    """In a fresh process, from the folder and the user's own class."""
+    model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light"), (1, "stage2", "norm")))
+    grow(grower, model, optimizer, 2)
+    grower.finish(keep=["stage1", "stage2"], folder=tmp_path / "finished")
+    model.eval()
+    torch.save({"images": VALIDATION[0], "wanted": model(VALIDATION[0]).detach()}, tmp_path / "data.pt")
+    script = f"""
+import sys
+import torch
+from loops_of_user import BlindCNN
+from grown_blocks import grow
+data = torch.load({str(tmp_path / "data.pt")!r})
+model = grow(BlindCNN(), {str(tmp_path / "finished")!r})
+assert torch.allclose(model(data["images"]), data["wanted"], atol=1e-6)
+assert not any(name.startswith("esper") for name in sys.modules)
+"""
+    source = inspect.getsource(BlindCNN)
+    header = "import torch\nfrom torch import Tensor, nn\nfrom torch.nn import functional as F\n"
+    (tmp_path / "loops_of_user.py").write_text(header + source)
+    path = os.pathsep.join([str(tmp_path), str(tmp_path / "finished")])
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_streams_keep_their_dtype() -> None:
+    """Under autocast a seed does not widen what passes its slot."""
+    model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light")))
+    seen = []
+    model.get_submodule("stage2").register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    grow(grower, model, optimizer, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(VALIDATION[0])
+    assert seen[-1] == torch.bfloat16
 
 
 def test_a_copy_is_independent() -> None:

@@ -66,12 +66,12 @@ class Decider:
     def measure(self, validation: Iterable[Batch] | float) -> Look:
         """Score the model, and the model without each seed that is not committed; then probe its slots."""
         growing = self.growing
-        if isinstance(validation, int | float):
-            main = self.scorer.of_number(float(validation))
+        if is_number(validation):
+            main = self.scorer.of_number(float(validation))  # type: ignore[arg-type]  # just checked
             self._set_unit(main.loss)
             self.look = Look(Comparison(main, None, {}, {}), self.prober.without_data())
             return self.look
-        first, batches = _peek(validation)
+        first, batches = _peek(validation)  # type: ignore[arg-type]  # no number
         judged = [slot_id for slot_id, state in growing.states[0].items() if state.stage in JUDGED]
         main, rows = score_rows(self.runner, self.scorer, batches, judged, growing.device)
         if broken := int((~main.losses.isfinite()).sum()):
@@ -197,6 +197,11 @@ class Decider:
         self.growing.random_guess_loss = float.fromhex(notes["unit"])
         self.observer.restore({name: unpack(packed) for name, packed in notes["observer"].items()})
         self.state = _rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
+
+
+def is_number(validation: Iterable[Batch] | float) -> bool:
+    """Whether this is a number, of Python, numpy or torch, and no data."""
+    return isinstance(validation, int | float) or getattr(validation, "ndim", None) == 0
 
 
 def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:

@@ -5,16 +5,19 @@ block takes over the seed's own Parameter objects, so the optimizer and its stat
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from esper.grower.container import ModelSlots
 from esper.grower.scoring import InputTap, RowRunner, eval_mode
 from esper.kasmina.export import Growth, blocks_source, execute
-from esper.kasmina.harden import BLOCKS
+from esper.kasmina.harden import BLOCKS, WEIGHTS, WRITTEN
 from esper.kasmina.slot import Role
 from esper.leyline import EsperError
+from esper.storage.files import replace_folder, sync_to_disk
 
 RTOL, ATOL = 1e-4, 1e-5  # of the check that the finished model computes the same
 
@@ -54,6 +57,18 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
                 f"the submodules {', '.join(keep)} runs its children in its own way; put the slot behind another one"
             )
     return text
+
+
+def write_finished(host: nn.Module, source: str, folder: Path) -> None:
+    """Write the weights and the source of the blocks. The folder is replaced as a whole."""
+
+    def write(new: Path) -> None:
+        (new / BLOCKS).write_text(source, encoding="utf-8")
+        save_model(host, str(new / WEIGHTS))
+        for path in new.iterdir():
+            sync_to_disk(path)
+
+    replace_folder(folder.resolve(), write, WRITTEN)
 
 
 def _growth(slot_id: str, slots: ModelSlots) -> Growth:

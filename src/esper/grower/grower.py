@@ -12,7 +12,7 @@ jump, and they learn from the user's own loss.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +22,19 @@ from torch.optim import Optimizer
 
 from esper.grower import ranks
 from esper.grower.container import CHILD, ModelSlots
-from esper.grower.decisions import Decider
-from esper.grower.finishing import build_in
+from esper.grower.decisions import Decider, Look, is_number
+from esper.grower.finishing import build_in, write_finished
 from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
 from esper.grower.places import Places
 from esper.grower.policies import OwnPolicy, check_policy
-from esper.grower.records import GrowthRecord, GrowthReport
+from esper.grower.records import Action, GrowthRecord, GrowthReport
 from esper.grower.rules import LEAST_STEPS
 from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer
 from esper.kasmina.attach import check_model, check_slots
-from esper.kasmina.gates import GateThresholds
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
-from esper.leyline import BadValueError, EsperError, SeedStage, StageError
+from esper.leyline import BadValueError, EsperError, SeedStage, StageChange, StageError
 from esper.leyline.numbers import require_whole
 
 UNKNOWN_STEPS = 20
@@ -91,14 +90,20 @@ class Grower:
         self._tap_handle = host.register_forward_pre_hook(self._tap, with_kwargs=True)
         self._decider: Decider | None = None
         self._finished = False
-        self._remarks: list[str] = []
 
     # -- the first forward pass ---------------------------------------------------------------------------------------
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Choose and install the slots, before the model runs for the first time."""
+        """Choose and install the slots, before the model runs for the first time. An error leaves the model bare."""
         if self._decider is not None:  # a state dict was loaded before
             return
+        try:
+            self._choose_slots(args, kwargs)
+        except EsperError:
+            self._clear()
+            raise
+
+    def _choose_slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             raise BadValueError("the slots are chosen in the first forward pass: run one batch before torch.compile")
         places = Places(self._host, args, kwargs)
@@ -114,7 +119,7 @@ class Grower:
             print(self._introduction(), flush=True)
 
     def _start(self) -> Decider:
-        config = LifecycleConfig(thresholds=GateThresholds(min_holding_steps=1), act_from_birth=True)
+        config = LifecycleConfig(act_from_birth=True)
         growing = GrowingModel(self._slots, self._membership, budget=self.budget, config=config, rng_seed=self.rng_seed)
         self._decider = Decider(growing, self._scorer, self._tap, self._policy, self.steps)
         return self._decider
@@ -159,8 +164,7 @@ class Grower:
         with fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
-            record = self._decide(decider, validation) if ranks.world() == 1 else self._together(decider, validation)
-        return record
+            return self._on_all_ranks(decider, lambda: self._decide(decider, validation))
 
     def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
         growing = decider.growing
@@ -169,37 +173,53 @@ class Grower:
         changes = [change for _, change in growing.tick()]
         actions = decider.decide()
         self._slots.notes = decider.notes()
+        blind = is_number(validation) and growing.live()
+        remarks = ("contributions need validation data, not a number",) if blind else ()
+        return self._record(decider, look, actions, changes, remarks)
+
+    def _measure_again(self, decider: Decider, validation: Iterable[Batch]) -> GrowthRecord:
+        return self._record(decider, decider.measure(validation), (), (), ())
+
+    def _record(
+        self,
+        decider: Decider,
+        look: Look,
+        actions: Sequence[Action],
+        changes: Sequence[StageChange],
+        remarks: tuple[str, ...],
+    ) -> GrowthRecord:
         main = look.comparison.main
-        blind = isinstance(validation, int | float) and growing.live()
+        contributions = {slot_id: each.points for slot_id, each in look.comparison.contributions.items()}
+        accuracy, grown = None if main.correct is None else main.accuracy, decider.growing.grown_parameters(0)
         return GrowthRecord(
             decider.step,
-            None if main.correct is None else main.accuracy,
+            accuracy,
             main.loss,
             tuple(actions),
             tuple(changes),
-            {slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
-            growing.grown_parameters(0),
+            contributions,
+            grown,
             self.budget,
-            ("contributions need validation data, not a number",) if blind else (),
+            remarks,
         )
 
-    def _together(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
-        """Rank 0 measures and decides; the others repeat its decision."""
+    def _on_all_ranks(self, decider: Decider, act: Callable[[], GrowthRecord]) -> GrowthRecord:
+        """Let rank 0 act, and the others take over the seeds that result. An error of rank 0 is raised on all."""
+        if ranks.world() == 1:
+            return act()
         before = {slot_id: slot.seed for slot_id, slot in self._slots.items()}
         record, error, payload = None, None, None
         if ranks.rank() == 0:
             try:
-                record = self._decide(decider, validation)
-                content = {
-                    "record": record.to_json(),
-                    "structure": self._slots.get_extra_state().numpy().tobytes().hex(),
-                }
-            except EsperError as raised:
-                error, content = raised, {"error": str(raised)}
+                record = act()
+                structure = self._slots.get_extra_state().numpy().tobytes().hex()
+                content = {"record": record.to_json(), "structure": structure}
+            except Exception as raised:  # also one of the user's loss: the other ranks wait
+                error, content = raised, {"error": f"{type(raised).__name__}: {raised}"}
             payload = json.dumps(content).encode()
         received = json.loads(ranks.share(payload, decider.growing.device))
         if "error" in received:
-            raise error or BadValueError(f"rank 0: {received['error']}")
+            raise error or BadValueError(f"rank 0 failed: {received['error']}")
         if record is None:
             self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
             record = GrowthRecord.from_json(received["record"])
@@ -230,13 +250,19 @@ class Grower:
         self._slots.set_extra_state(state["structure"])
 
     def finish(
-        self, validation: Iterable[Batch] | None = None, *, keep: Sequence[str] = (), drop: Sequence[str] = ()
+        self,
+        validation: Iterable[Batch] | None = None,
+        *,
+        keep: Sequence[str] = (),
+        drop: Sequence[str] = (),
+        folder: str | Path | None = None,
     ) -> nn.Module:
         """End growth: the same model object, plain PyTorch, without hooks.
 
         Committed seeds stay, and others whose contribution exceeds its error; the rest is dropped. `keep` and `drop`
         decide otherwise, by slot. `validation` measures contributions once more. Training may continue: the user's
-        keys, Parameter objects and optimizer state are as they were.
+        keys, Parameter objects and optimizer state are as they were. `folder` gets the weights and `grown_blocks.py`,
+        whose `grow(model, folder)` turns a freshly built model into this one, without Esper.
         """
         decider = self._decider
         if self._finished:
@@ -246,12 +272,14 @@ class Grower:
             return self.model
         with fork_rng(self._host):
             if validation is not None:
-                decider.measure(validation)
+                self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = self._chosen(decider.growing, tuple(keep), tuple(drop))
-            self.source = build_in(self._slots, self._tap, kept, dropped)
+            source = build_in(self._slots, self._tap, kept, dropped)
         stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
         self._membership.sync(self._host, stay)
         self._clear()
+        if folder is not None and ranks.rank() == 0:
+            write_finished(self._host, source, Path(folder))
         return self.model
 
     def _chosen(self, growing: GrowingModel, keep: Sequence[str], drop: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -72,7 +72,10 @@ class Places:
         blocks = [
             name
             for name, call in self.calls.items()
-            if not _is_layer(call.module) and _has_parameters(call.module) and self._before_head(name)
+            if not _is_layer(call.module)
+            and _has_parameters(call.module)
+            and self._before_head(name)
+            and self._usable(name) is not None
         ]
         chosen = _outermost(blocks)
         while len(chosen) < FEW:

@@ -87,7 +87,8 @@ class SeedSlot(nn.Module):
             expected = f"{spec.topology} of width {spec.width}"
             raise HostMismatchError(f"slot {spec.slot_id!r} expects {expected}, not a tensor of shape {tuple(h.shape)}")
         if effect == "blend":
-            return blend(h, self.seed(h), self.alpha * conductance, self.state.style, self.gate)
+            # Under autocast the seed's scale is wider than the stream, which keeps its dtype.
+            return blend(h, self.seed(h), self.alpha * conductance, self.state.style, self.gate).to(h.dtype)
         full = blend(h.detach(), self.seed(h.detach()), conductance, self.state.style, self.gate)
         return full if effect == "shadow" else straight_through(h, full)
 
