@@ -80,9 +80,10 @@ class Places:
         chosen = _outermost(blocks)
         while len(chosen) < FEW:
             opened = {name: _outermost([b for b in blocks if b.startswith(f"{name}.")]) for name in chosen}
-            if not any(opened.values()):
-                return chosen
-            chosen = [inner for name in chosen for inner in (opened[name] or [name])]
+            inner = [part for name in chosen for part in (opened[name] or [name])]
+            if len(inner) <= len(chosen):
+                break
+            chosen = inner
         return chosen
 
     def _behind_layers(self) -> list[str]:
