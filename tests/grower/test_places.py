@@ -58,6 +58,16 @@ def test_stages_of_a_cnn() -> None:
     assert chosen(BlindCNN(), torch.rand(2, 1, 8, 8)) == ["stage1", "stage2"]
 
 
+def test_wrapped_stages() -> None:
+    """Containers of one part are opened until there are several."""
+    stages = BlindCNN()
+    body = nn.Sequential(
+        nn.Sequential(nn.Sequential(stages.stage1, stages.stage2, nn.Sequential(nn.Conv2d(16, 16, 1))))
+    )
+    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    assert chosen(model, torch.rand(2, 1, 8, 8)) == ["0.0.0.0", "0.0.0.1", "0.0.0.2"]
+
+
 def test_layers_of_an_mlp() -> None:
     """Without blocks, behind the last layer before the next one that mixes channels."""
     assert chosen(MLP(), torch.rand(2, 64)) == ["first", "second"]

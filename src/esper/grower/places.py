@@ -77,13 +77,14 @@ class Places:
             and self._before_head(name)
             and self._usable(name) is not None
         ]
-        chosen = _outermost(blocks)
+        chosen = level = _outermost(blocks)
         while len(chosen) < FEW:
-            opened = {name: _outermost([b for b in blocks if b.startswith(f"{name}.")]) for name in chosen}
-            inner = [part for name in chosen for part in (opened[name] or [name])]
-            if len(inner) <= len(chosen):
+            opened = {name: _outermost([b for b in blocks if b.startswith(f"{name}.")]) for name in level}
+            inner = [part for name in level for part in (opened[name] or [name])]
+            if inner == level:
                 break
-            chosen = inner
+            level = inner
+            chosen = level if len(level) > len(chosen) else chosen
         return chosen
 
     def _behind_layers(self) -> list[str]:
