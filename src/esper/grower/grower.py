@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper.grower import ranks
+from esper.grower.averages import adopt_earlier
 from esper.grower.container import CHILD, ModelSlots
 from esper.grower.decisions import Decider
 from esper.grower.finishing import build_in
@@ -86,6 +87,7 @@ class Grower:
         self._membership = Membership(optimizer, host)
         self._slots = ModelSlots(host, "shadow")
         self._slots.on_change = self._loaded
+        adopt_earlier(self._slots)
         host.add_module(CHILD, self._slots)
         self._tap = InputTap(on_first=self._begin)
         self._tap_handle = host.register_forward_pre_hook(self._tap, with_kwargs=True)
