@@ -205,7 +205,10 @@ def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:
     try:
         first = next(iterator)
     except StopIteration:
-        raise BadValueError("the validation loader yielded no batch: there is nothing to measure") from None
+        raise BadValueError(
+            "the validation loader yielded no batch: there is nothing to measure. A generator is empty after its first "
+            "use; pass a loader or a list"
+        ) from None
     return first, chain([first], iterator)
 
 
