@@ -34,7 +34,7 @@ class Twice(nn.Module):
         (BlindCNN, {"slots": {"stage9": 8}}, UnknownNameError, "stage9"),
         (BlindCNN, {"slots": {"stage1": 9}}, HostMismatchError, "declared with width 9"),
         (BlindCNN, {"slots": {}}, BadValueError, "at least one slot"),
-        (BlindCNN, {"slots": ["stage1", "stage1"]}, BadValueError, "not names with their widths"),
+        (BlindCNN, {"slots": ["stage1", "stage1"]}, BadValueError, "stage1 are named twice"),
         (Twice, {"slots": {"again": 64}}, HostMismatchError, "ran 2 times"),
         (Twice, {"slots": {"never": 64}}, HostMismatchError, "ran 0 times"),
         (BlindCNN, {"budget": 3}, BadValueError, "too small"),

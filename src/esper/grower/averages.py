@@ -1,16 +1,18 @@
 """Averaged copies of a model that grows.
 
-`torch.optim.swa_utils.AveragedModel` copies the model once and then pairs parameters by position. A seed that is born
-later would be missing from the copy. So the grower repeats every birth and death in such copies.
+`torch.optim.swa_utils.AveragedModel` copies the model once and then pairs parameters and buffers by position. A seed
+that is born later would be missing from the copy. So the grower repeats every birth and death in such copies, and the
+end of growth.
 """
 
 import copy
 import gc
 import warnings
 import weakref
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from esper.grower.container import CHILD, ModelSlots
@@ -31,7 +33,7 @@ class Averages:
         if not copies:
             return
         # Only at births and deaths, and only if the model was copied: a search takes tens of milliseconds.
-        averaged = {getattr(each.module, CHILD, None) for each in gc.get_objects() if isinstance(each, AveragedModel)}
+        averaged = averaged_twins(self._slots)
         for twin in copies:
             if twin in averaged:
                 _imitate(twin, self._slots)
@@ -44,8 +46,39 @@ class Averages:
                 )
 
 
+def averaged_models() -> list[AveragedModel]:
+    """All averaged models of this process."""
+    # `type`, because isinstance() asks some lazy objects for attributes, which may warn.
+    return [each for each in gc.get_objects() if issubclass(type(each), AveragedModel)]
+
+
+def adopt_earlier(slots: ModelSlots) -> None:
+    """Give slots to the averaged copies that were made before the model had any; their weights are still the same."""
+    host = slots.host
+    own = host.state_dict()
+    for each in averaged_models():
+        theirs = {} if hasattr(each.module, CHILD) else each.module.state_dict()
+        if type(each.module) is type(host) and _equal(own, theirs):
+            each.module.add_module(CHILD, copy.deepcopy(slots, {id(host): each.module}))
+
+
+def averaged_twins(slots: ModelSlots) -> list[ModelSlots]:
+    """The slots of the averaged copies of this model."""
+    present = {getattr(each.module, CHILD, None) for each in averaged_models()} if slots.copies else set()
+    return [twin for twin in slots.copies if twin in present]
+
+
+def _equal(own: Mapping[str, object], theirs: Mapping[str, object]) -> bool:
+    return own.keys() == theirs.keys() and all(
+        isinstance(one, Tensor) and isinstance(other, Tensor) and one.device == other.device and torch.equal(one, other)
+        for one, other in zip(own.values(), theirs.values(), strict=True)
+    )
+
+
 def _imitate(twin: ModelSlots, original: ModelSlots) -> None:
     """Repeat births, deaths and stages in a copy; a newborn starts with the weights of the original."""
+    if not list(twin.items()):  # it was copied before the first forward pass
+        twin.install([(slot.spec, original.like[slot_id]) for slot_id, slot in original.items()])
     for slot_id, slot in original.items():
         other = twin[slot_id]
         same = (slot.state.blueprint, slot.state.germinations) == (other.state.blueprint, other.state.germinations)

@@ -66,12 +66,12 @@ class Decider:
     def measure(self, validation: Iterable[Batch] | float) -> Look:
         """Score the model, and the model without each seed that is not committed; then probe its slots."""
         growing = self.growing
-        if is_number(validation):
-            main = self.scorer.of_number(float(validation))  # type: ignore[arg-type]  # just checked
+        if isinstance(validation, float):
+            main = self.scorer.of_number(validation)
             self._set_unit(main.loss)
             self.look = Look(Comparison(main, None, {}, {}), self.prober.without_data())
             return self.look
-        first, batches = _peek(validation)  # type: ignore[arg-type]  # no number
+        first, batches = _peek(validation)
         judged = [slot_id for slot_id, state in growing.states[0].items() if state.stage in JUDGED]
         main, rows = score_rows(self.runner, self.scorer, batches, judged, growing.device)
         if broken := int((~main.losses.isfinite()).sum()):
@@ -199,18 +199,16 @@ class Decider:
         self.state = _rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
 
 
-def is_number(validation: Iterable[Batch] | float) -> bool:
-    """Whether this is a number, of Python, numpy or torch, and no data."""
-    return isinstance(validation, int | float) or getattr(validation, "ndim", None) == 0
-
-
 def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:
     """The first batch, and all batches."""
     iterator: Iterator[Batch] = iter(validation)
     try:
         first = next(iterator)
     except StopIteration:
-        raise BadValueError("the validation loader yielded no batch: there is nothing to measure") from None
+        raise BadValueError(
+            "the validation loader yielded no batch: there is nothing to measure. A generator is empty after its first "
+            "use; pass a loader or a list"
+        ) from None
     return first, chain([first], iterator)
 
 

@@ -6,11 +6,13 @@ block takes over the seed's own Parameter objects, so the optimizer and its stat
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from esper.grower.averages import averaged_twins
 from esper.grower.container import ModelSlots
 from esper.grower.scoring import InputTap, RowRunner, eval_mode
 from esper.kasmina.export import Growth, blocks_source, execute
@@ -45,11 +47,14 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
             getattr(norm, name).copy_(value)
         with runner.row(silent, {}):
             before = _outputs(host, tap)
+    averages = averaged_twins(slots)
     slots.remove()
     with torch.random.fork_rng(devices=[]):  # the live parameters replace the drawn ones
         blocks = module.put_blocks(host)
     for growth in growths:
         _take_over(blocks[growth.slot_id], growth)
+    for twin in averages:
+        _finish_average(twin, module, keep)
     for mine, theirs in zip(_outputs(host, tap), before, strict=True):
         if not torch.allclose(mine, theirs, rtol=RTOL, atol=ATOL, equal_nan=True):
             raise FinishError(
@@ -69,6 +74,16 @@ def write_finished(host: nn.Module, source: str, folder: Path) -> None:
             sync_to_disk(path)
 
     replace_folder(folder.resolve(), write, WRITTEN)
+
+
+def _finish_average(twin: ModelSlots, module: ModuleType, keep: Sequence[str]) -> None:
+    """End growth in an averaged copy too, so that it still pairs with the model. Its norms stay as they are."""
+    growths = [_growth(slot_id, twin) for slot_id in keep]
+    twin.remove()
+    with torch.random.fork_rng(devices=[]):
+        blocks = module.put_blocks(twin.host)
+    for growth in growths:
+        _take_over(blocks[growth.slot_id], growth)
 
 
 def _growth(slot_id: str, slots: ModelSlots) -> Growth:

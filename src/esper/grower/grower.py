@@ -13,16 +13,19 @@ jump, and they learn from the user's own loss.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from esper.grower import ranks
+from esper.grower.averages import adopt_earlier
 from esper.grower.container import CHILD, ModelSlots
-from esper.grower.decisions import Decider, Look, is_number
+from esper.grower.decisions import Decider, Look
 from esper.grower.finishing import build_in, write_finished
 from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
@@ -30,7 +33,7 @@ from esper.grower.places import Places
 from esper.grower.policies import OwnPolicy, check_policy
 from esper.grower.records import Action, GrowthRecord, GrowthReport
 from esper.grower.rules import LEAST_STEPS
-from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer
+from esper.grower.scoring import EXAMPLE, Batch, Forward, InputTap, Loss, Scorer
 from esper.kasmina.attach import check_model, check_slots
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
@@ -53,7 +56,7 @@ class Grower:
         steps: int | None = None,
         loss: Loss | None = None,
         forward: Forward | None = None,
-        slots: Mapping[str, int] | Literal["auto"] = "auto",
+        slots: Mapping[str, int] | Sequence[str] | Literal["auto"] = "auto",
         policy: str | Path | OwnPolicy = "heuristic",
         rng_seed: int = 0,
     ) -> None:
@@ -61,9 +64,9 @@ class Grower:
 
         `loss(output, batch)` returns one value per sample; by default cross-entropy, where outputs and targets say so.
         `forward(model, batch)` returns the output; by default `model(**batch)` for a dict, `model(*batch[:-1])` for a
-        tuple. `slots` names submodules with their widths, such as `{"layer2": 128}`; by default they are chosen at the
-        first forward pass. `policy` is `heuristic`, `random`, `wait`, the folder of a trained run, or a function that
-        takes a `GrowthReport` and returns actions.
+        tuple. `slots` names submodules, such as `["layer2"]`, or checks their widths too, such as `{"layer2": 128}`;
+        by default they are chosen at the first forward pass. `policy` is `heuristic`, `random`, `wait`, the folder of a
+        trained run, or a function that takes a `GrowthReport` and returns actions.
         """
         require_whole("budget", budget, 1, remark=": it is the number of parameters that may grow")
         require_whole("rng_seed", rng_seed)
@@ -71,20 +74,26 @@ class Grower:
             require_whole("steps", steps, 1, remark=": it is how often step() will be called")
         if loss is not None and not callable(loss):
             raise BadValueError(f"loss is a {type(loss).__name__}; pass a function of (output, batch)")
+        if isinstance(loss, _Loss):
+            raise BadValueError(
+                f"nn.{type(loss).__name__} takes (output, target); pass a function of (output, batch) that returns one "
+                f"value per sample, such as {EXAMPLE}"
+            )
         check_policy(policy)
         host = ranks.unwrap(model)
         check_model(host)
-        if slots != "auto":
-            check_slots(host, slots)
+        if hasattr(host, CHILD):
+            raise BadValueError("the model has a Grower already: finish() that one first, or build the model anew")
         self.model, self.optimizer, self.budget, self.rng_seed = model, optimizer, budget, rng_seed
         self.steps = steps if steps is not None else UNKNOWN_STEPS
         self._steps_given = steps is not None
-        self._wanted, self._policy = slots, policy
+        self._wanted, self._policy = None if slots == "auto" else _widths(host, slots), policy
         self._scorer = Scorer(loss, forward)
         self._host = host
         self._membership = Membership(optimizer, host)
         self._slots = ModelSlots(host, "shadow")
         self._slots.on_change = self._loaded
+        adopt_earlier(self._slots)
         host.add_module(CHILD, self._slots)
         self._tap = InputTap(on_first=self._begin)
         self._tap_handle = host.register_forward_pre_hook(self._tap, with_kwargs=True)
@@ -107,7 +116,7 @@ class Grower:
         if torch.compiler.is_compiling():
             raise BadValueError("the slots are chosen in the first forward pass: run one batch before torch.compile")
         places = Places(self._host, args, kwargs)
-        streams = places.choose() if self._wanted == "auto" else places.named(self._wanted)
+        streams = places.choose() if self._wanted is None else places.named(self._wanted)
         cheapest = min(offer.parameters for spec, _ in streams for offer in spec.blueprints)
         if self.budget < cheapest:
             raise BadValueError(
@@ -141,6 +150,12 @@ class Grower:
             )
         return "\n".join(lines)
 
+    def _conclusion(self, growing: GrowingModel, kept: Sequence[str], dropped: Sequence[str]) -> str:
+        names = {slot_id: f"{growing.states[0][slot_id].blueprint} behind {slot_id}" for slot_id in (*kept, *dropped)}
+        parameters = sum(p.numel() for slot_id in kept for p in growing.modules[slot_id].parameters())
+        ending = f"; dropped {', '.join(map(names.__getitem__, dropped))}" if dropped else ""
+        return f"Esper: kept {', '.join(map(names.__getitem__, kept)) or 'nothing'} ({parameters:,} parameters){ending}"
+
     def _loaded(self) -> None:
         """A state dict has replaced the seeds: adopt them, and continue where it was saved."""
         decider = self._decider
@@ -161,6 +176,8 @@ class Grower:
         that, but contributions cannot be measured.
         """
         decider = self._ready()
+        if isinstance(validation, Real) or (isinstance(validation, Tensor) and validation.dim() == 0):
+            validation = float(validation)
         with fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
@@ -173,7 +190,7 @@ class Grower:
         changes = [change for _, change in growing.tick()]
         actions = decider.decide()
         self._slots.notes = decider.notes()
-        blind = is_number(validation) and growing.live()
+        blind = isinstance(validation, float) and growing.live()
         remarks = ("contributions need validation data, not a number",) if blind else ()
         return self._record(decider, look, actions, changes, remarks)
 
@@ -275,6 +292,8 @@ class Grower:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = self._chosen(decider.growing, tuple(keep), tuple(drop))
             source = build_in(self._slots, self._tap, kept, dropped)
+        if ranks.rank() == 0:
+            print(self._conclusion(decider.growing, kept, dropped), flush=True)
         stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
         self._membership.sync(self._host, stay)
         self._clear()
@@ -310,3 +329,17 @@ class Grower:
         self._tap.active = False
         self._membership.adopt()
         self._finished = True
+
+
+def _widths(host: nn.Module, slots: Mapping[str, int] | Sequence[str]) -> Mapping[str, int | None]:
+    """The slots that the user named, checked; None is a width that was not given."""
+    if isinstance(slots, Mapping):
+        check_slots(host, slots)
+        return dict(slots)
+    names = list(slots) if isinstance(slots, list | tuple) else []
+    if not names:
+        raise BadValueError(f'slots {slots!r} are no names of submodules: pass a list of them, such as ["layer2"]')
+    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+        raise BadValueError(f"slots {', '.join(twice)} are named twice: a submodule has one slot")
+    check_slots(host, dict.fromkeys(names, 1))
+    return dict.fromkeys(names)

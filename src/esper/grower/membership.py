@@ -25,6 +25,8 @@ class Membership:
         self.optimizer = optimizer
         self._own = [list(group["params"]) for group in optimizer.param_groups]
         """The user's own parameters by group; seeds stand behind them, in the order of their slots"""
+        self._own_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+        """Their names, if the optimizer was built from `named_parameters()`"""
         self._hook = optimizer.register_load_state_dict_pre_hook(_check_state)
 
     def groups_for(self, host: nn.Module, slot_id: str) -> tuple[int, int]:
@@ -45,12 +47,16 @@ class Membership:
             weights, vectors = self.groups_for(host, slot_id)
             for parameter in parameters:
                 wanted[weights if parameter.dim() > 1 else vectors].append(parameter)
+        names = {id(p): name for name, p in host.named_parameters()}
         alive = {id(p) for parameters in wanted for p in parameters}
-        for group, own, parameters in zip(self.optimizer.param_groups, self._own, wanted, strict=True):
+        groups = zip(self.optimizer.param_groups, self._own, self._own_names, wanted, strict=True)
+        for group, own, own_names, parameters in groups:
             for parameter in group["params"]:
                 if id(parameter) not in alive:
                     self.optimizer.state.pop(parameter, None)
             group["params"][:] = parameters  # the list itself stays: a wrapper may hold it
+            if own_names:
+                group["param_names"][:] = [*own_names, *(names[id(p)] for p in parameters[len(own) :])]
             if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
                 # Fused SGD wants a buffer for all parameters or for none. From zero, the first step is the same.
                 for parameter in parameters[len(own) :]:
@@ -63,6 +69,7 @@ class Membership:
     def adopt(self) -> None:
         """Count all parameters as the user's own, at the end of growth."""
         self._own = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._own_names = [list(group.get("param_names", ())) for group in self.optimizer.param_groups]
         self._hook.remove()
 
 
@@ -71,11 +78,14 @@ def _check_optimizer(optimizer: object, host: nn.Module) -> None:
     if name in SHARDED or hasattr(optimizer, "_partition_parameters_cache"):
         raise BadValueError(f"{name} shards its state over ranks, and a seed would join none: use a plain optimizer")
     if not isinstance(optimizer, Optimizer):
-        raise BadValueError(f"optimizer is a {name}; pass the torch optimizer that your loop steps")
+        several = "the one that holds the layers that should grow" if isinstance(optimizer, list | tuple | dict) else ""
+        raise BadValueError(f"optimizer is a {name}; pass {several or 'the torch optimizer that your loop steps'}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadValueError(
             "LBFGS keeps one flat vector of all parameters, so none can join: use SGD, AdamW or RMSprop"
         )
+    if name == "Muon":
+        raise BadValueError("Muon updates matrices only, and seeds also have norms and scales: use AdamW or SGD")
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trainable = [p for p in host.parameters() if p.requires_grad]
     if trainable and not any(id(p) in known for p in trainable):

@@ -34,6 +34,8 @@ class Places:
         for call in calls:
             if call.module in self.names and runs.count(call.module) == 1:
                 self.calls[self.names[call.module]] = call
+        self.refusals: dict[str, str] = {}
+        """Why a submodule cannot have a slot"""
         self.runs = {name: runs.count(module) for module, name in self.names.items()}
         # The last module with parameters in which no other ran; a fused module hides its parts.
         ran = [self.names[module] for module in runs if module in self.names and _has_parameters(module)]
@@ -47,15 +49,16 @@ class Places:
             names = self._behind_layers()
         streams = [stream for name in names if (stream := self._usable(name)) is not None]
         if not streams:
+            reasons = "".join(f". {reason[0].upper()}{reason[1:]}" for reason in list(self.refusals.values())[-1:])
             raise BadValueError(
                 "no submodule runs once and returns one tensor (images, tokens or vectors) that a seed fits: name the "
-                'slots yourself, such as slots={"layer2": 128}'
+                f'slots yourself, such as slots=["layer2"]{reasons}'
             )
         step = (len(streams) - 1) / (MOST - 1)
         return streams if len(streams) <= MOST else [streams[round(index * step)] for index in range(MOST)]
 
-    def named(self, slots: Mapping[str, int]) -> list[Stream]:
-        """The slots that the user named, with their widths."""
+    def named(self, slots: Mapping[str, int | None]) -> list[Stream]:
+        """The slots that the user named, perhaps with their widths."""
         for name in slots:
             if self.runs[name] != 1:
                 raise HostMismatchError(
@@ -111,7 +114,8 @@ class Places:
         try:
             self._refuse_layout(name)
             stream = with_offers(stream_behind(self.host, name, self.calls[name]))
-        except HostMismatchError:
+        except HostMismatchError as error:
+            self.refusals[name] = str(error)
             return None
         return stream if stream[0].blueprints else None
 
@@ -123,8 +127,8 @@ class Places:
         around = [module for other, module in self.host.named_modules() if _related(other, name)]
         if any(getattr(module, "batch_first", True) is False for module in around):
             raise HostMismatchError(
-                f"submodule {name!r} returns (tokens, batch, channels), because its batch_first is False; seeds expect "
-                "(batch, tokens, channels): build it with batch_first=True, or put the slot elsewhere"
+                f"submodule {name!r} returns (tokens, batch, channels), because batch_first is False there; seeds "
+                "expect (batch, tokens, channels): build it with batch_first=True, or put the slot elsewhere"
             )
         inside = [call.module for other, call in self.calls.items() if other == name or other.startswith(f"{name}.")]
         layers = [module for module in inside if _is_layer(module) and _has_parameters(module)]
@@ -146,7 +150,11 @@ def _outermost(names: Sequence[str]) -> list[str]:
 
 
 def _related(module: str, slot: str) -> bool:
-    return module == slot or module.startswith(f"{slot}.") or slot.startswith(f"{module}.") or module == ""
+    """Whether a module is inside the slot's submodule, around it, or a sibling of one of these."""
+    if module == "" or f"{module}.".startswith(f"{slot}.") or slot.startswith(f"{module}."):
+        return True
+    parent = module.rpartition(".")[0]
+    return slot.startswith(f"{parent}.") if parent else "." not in slot
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ Loss = Callable[[Any, Batch], Tensor]
 """(output of the model, batch) → one value per sample or token"""
 Forward = Callable[[nn.Module, Batch], Any]
 """(model, batch) → output of the model"""
+PIXELS = "loss=lambda output, batch: F.cross_entropy(output, batch[1], reduction='none').flatten(1).mean(1)"
 EXAMPLE = "loss=lambda output, batch: F.mse_loss(output, batch[1], reduction='none').flatten(1).mean(1)"
 
 
@@ -95,9 +96,11 @@ def _classify(output: object, batch: Batch) -> Scores:
             f"{tuple(each.shape)} of {each.dtype}" if isinstance(each, Tensor) else type(each).__name__
             for each in (output, batch if targets is None else targets)
         ]
+        per_pixel = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.dim() > 1
+        example = PIXELS if per_pixel else EXAMPLE
         raise BadValueError(
             f"outputs {shown[0]} and targets {shown[1]} do not say what the loss is: class scores (…, classes) with "
-            f"class indices (…) would. Pass your own, one value per sample, such as {EXAMPLE}"
+            f"class indices (…) would. Pass your own, one value per sample, such as {example}"
         )
     assert isinstance(output, Tensor) and isinstance(targets, Tensor)
     counts = targets.flatten() != IGNORED
