@@ -12,6 +12,7 @@ jump, and they learn from the user's own loss.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +33,13 @@ from esper.grower.records import GrowthRecord, GrowthReport
 from esper.grower.rules import LEAST_STEPS
 from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer
 from esper.kasmina.attach import check_model, check_slots
+from esper.kasmina.compare import RowScore
 from esper.kasmina.gates import GateThresholds
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
 from esper.leyline import BadValueError, EsperError, SeedStage, StageError
 from esper.leyline.numbers import require_whole
+from esper.tolaria.governor import Symptom
 
 UNKNOWN_STEPS = 20
 """Calls of `step` that growth is timed for if the user does not say"""
@@ -144,8 +147,15 @@ class Grower:
                 return  # it was saved before the first forward pass
             decider = self._start()
         decider.growing.adopt_states()
+        decider.guard.snapshot = None
         if self._slots.notes:
             decider.restore(self._slots.notes)
+        self._tap.on_training = self._resumed
+
+    def _resumed(self) -> None:
+        """Before the first training pass after a state dict was loaded: by now weights and optimizer are loaded too."""
+        decider = self._ready()
+        decider.guard.take(decider.step)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -160,28 +170,57 @@ class Grower:
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
             record = self._decide(decider, validation) if ranks.world() == 1 else self._together(decider, validation)
+        self._tap.on_training = None
+        if record.panic is not None or (record.loss is not None and math.isfinite(record.loss)):
+            decider.guard.take(decider.step)
         return record
 
     def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
+        scored = decider.score(validation)
+        is_loss = scored.rows is not None or self._scorer.loss is not None
+        symptom = decider.guard.symptom(scored.main, is_loss=is_loss)
+        if symptom is not None:
+            return self._undo(decider, scored.main, symptom)
         growing = decider.growing
-        look = decider.measure(validation)
+        look = decider.measure(scored)
+        decider.guard.observe(scored.main.loss)
         decider.step += 1
-        changes = [change for _, change in growing.tick()]
-        actions = decider.decide()
+        ticks = [change for _, change in growing.tick()]
+        actions, changes = decider.decide()
         self._slots.notes = decider.notes()
-        main = look.comparison.main
         blind = isinstance(validation, int | float) and growing.live()
-        return GrowthRecord(
-            decider.step,
-            None if main.correct is None else main.accuracy,
-            main.loss,
-            tuple(actions),
-            tuple(changes),
-            {slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
-            growing.grown_parameters(0),
-            self.budget,
-            ("contributions need validation data, not a number",) if blind else (),
+        return self._record(
+            decider,
+            scored.main,
+            actions=tuple(actions),
+            changes=(*ticks, *changes),
+            contributions={slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
+            remarks=("contributions need validation data, not a number",) if blind else (),
         )
+
+    def _undo(self, decider: Decider, main: RowScore, symptom: Symptom) -> GrowthRecord:
+        """Undo what growth has done to the model since the last step. The policy is not asked, for want of numbers."""
+        guard = decider.guard
+        assert guard.snapshot is not None
+        restored = guard.snapshot.step
+        guard.restore()
+        decider.step += 1
+        ticks = [change for _, change in decider.growing.tick()]
+        pruned = guard.prune_youngest()
+        self._slots.notes = decider.notes()
+        named = ", ".join(f"{name} behind {change.slot_id}" for name, change in pruned)
+        return self._record(
+            decider,
+            main,
+            changes=(*ticks, *(change for _, change in pruned)),
+            remarks=(f"the loss was {main.loss:.4g}: restored step {restored} and pruned {named}",),
+            panic=symptom.name,
+        )
+
+    def _record(self, decider: Decider, main: RowScore, **content: Any) -> GrowthRecord:  # Any: fields of the record
+        accuracy = None if main.correct is None else main.accuracy
+        grown = decider.growing.grown_parameters(0)
+        return GrowthRecord(decider.step, accuracy, main.loss, grown=grown, budget=self.budget, **content)
 
     def _together(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
         """Rank 0 measures and decides; the others repeat its decision."""
@@ -201,8 +240,10 @@ class Grower:
         if "error" in received:
             raise error or BadValueError(f"rank 0: {received['error']}")
         if record is None:
-            self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
             record = GrowthRecord.from_json(received["record"])
+            if record.panic is not None:
+                decider.guard.restore()
+            self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
         for slot_id, slot in self._slots.items():
             if slot.seed is not None and slot.seed is not before[slot_id]:
                 ranks.equalise(slot)
@@ -246,7 +287,7 @@ class Grower:
             return self.model
         with fork_rng(self._host):
             if validation is not None:
-                decider.measure(validation)
+                decider.measure(decider.score(validation))
             kept, dropped = self._chosen(decider.growing, tuple(keep), tuple(drop))
             self.source = build_in(self._slots, self._tap, kept, dropped)
         stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
