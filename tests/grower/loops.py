@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.grower import Grower
+from esper.grower.container import CHILD
 
 
 def digits(count: int = 400) -> tuple[Tensor, Tensor]:
@@ -98,3 +99,10 @@ def through_disk(content: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
+
+
+def spoil(model: nn.Module, value: float, slot: str = "stage2") -> None:
+    """Set the weights of a seed."""
+    with torch.no_grad():
+        for parameter in getattr(model, CHILD)[slot].parameters():
+            parameter.fill_(value)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import digits, equal, loader, make, parameters_of, plan, through_disk, train_epoch
+from loops import digits, equal, loader, make, parameters_of, plan, spoil, through_disk, train_epoch
 from torch import Tensor, nn
 
 from esper.grower import Grower, GrowthRecord
@@ -27,16 +27,9 @@ def grow(grower: Grower, model: nn.Module, optimizer: torch.optim.Optimizer, fir
     return record
 
 
-def spoil(model: nn.Module, value: float, slot: str = "stage2") -> None:
-    """Set the weights of a seed."""
-    with torch.no_grad():
-        for parameter in getattr(model, CHILD)[slot].parameters():
-            parameter.fill_(value)
-
-
 def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state by parameter."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {names[p]: state["momentum_buffer"].clone() for p, state in optimizer.state.items()}
 
 
@@ -125,7 +118,12 @@ def test_nothing_is_copied_while_nothing_grows(monkeypatch: pytest.MonkeyPatch) 
     model, optimizer, grower = make(policy=policy, budget=5000)
     taken = []
     tensors = Guard._tensors
-    monkeypatch.setattr(Guard, "_tensors", lambda self: taken.append(1) or tensors(self))
+
+    def counted(self: Guard) -> dict[str, Tensor]:
+        taken.append(1)
+        return tensors(self)
+
+    monkeypatch.setattr(Guard, "_tensors", counted)
     counts = []
     for epoch in range(7):
         grow(grower, model, optimizer, epoch, epoch + 1)

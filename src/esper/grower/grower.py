@@ -13,6 +13,7 @@ jump, and they learn from the user's own loss.
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from esper.grower.places import Places
 from esper.grower.policies import OwnPolicy, check_policy
 from esper.grower.records import GrowthRecord, GrowthReport
 from esper.grower.rules import LEAST_STEPS
+from esper.grower.run_log import RunLog, policy_name
 from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer
 from esper.kasmina.attach import check_model, check_slots
 from esper.kasmina.compare import RowScore
@@ -39,6 +41,7 @@ from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
 from esper.leyline import BadValueError, EsperError, SeedStage, StageError
 from esper.leyline.numbers import require_whole
+from esper.leyline.records import Json
 from esper.tolaria.governor import Symptom
 
 UNKNOWN_STEPS = 20
@@ -60,6 +63,7 @@ class Grower:
         slots: Mapping[str, int] | Literal["auto"] = "auto",
         policy: str | Path | OwnPolicy = "heuristic",
         rng_seed: int = 0,
+        folder: str | Path | None = None,
     ) -> None:
         """`budget` limits the parameters of all seeds together; `steps` is how often `step` will be called.
 
@@ -67,7 +71,7 @@ class Grower:
         `forward(model, batch)` returns the output; by default `model(**batch)` for a dict, `model(*batch[:-1])` for a
         tuple. `slots` names submodules with their widths, such as `{"layer2": 128}`; by default they are chosen at the
         first forward pass. `policy` is `heuristic`, `random`, `wait`, the folder of a trained run, or a function that
-        takes a `GrowthReport` and returns actions.
+        takes a `GrowthReport` and returns actions. `folder` logs the run there, for `esper report` and `esper query`.
         """
         require_whole("budget", budget, 1, remark=": it is the number of parameters that may grow")
         require_whole("rng_seed", rng_seed)
@@ -86,6 +90,7 @@ class Grower:
         self._wanted, self._policy = slots, policy
         self._scorer = Scorer(loss, forward)
         self._host = host
+        self._log = None if folder is None else RunLog(Path(folder))
         self._membership = Membership(optimizer, host)
         self._slots = ModelSlots(host, "shadow")
         self._slots.on_change = self._loaded
@@ -104,6 +109,9 @@ class Grower:
             return
         if torch.compiler.is_compiling():
             raise BadValueError("the slots are chosen in the first forward pass: run one batch before torch.compile")
+        log = self._log if ranks.rank() == 0 else None
+        if log is not None:
+            log.check_free()
         places = Places(self._host, args, kwargs)
         streams = places.choose() if self._wanted == "auto" else places.named(self._wanted)
         cheapest = min(offer.parameters for spec, _ in streams for offer in spec.blueprints)
@@ -113,6 +121,8 @@ class Grower:
             )
         self._slots.install(streams)
         self._start()
+        if log is not None:
+            log.create(self._settings())
         if ranks.rank() == 0:
             print(self._introduction(), flush=True)
 
@@ -156,6 +166,24 @@ class Grower:
         """Before the first training pass after a state dict was loaded: by now weights and optimizer are loaded too."""
         decider = self._ready()
         decider.guard.take(decider.step)
+        if self._log is not None and ranks.rank() == 0:
+            self._log.resume(self._settings(), decider.step)
+
+    def _settings(self) -> dict[str, Json]:
+        """What this Grower was built with, for the log."""
+        growing = self._ready().growing
+        return {
+            "host": type(self._host).__name__,
+            "host_parameters": growing.host_parameters,
+            "budget": self.budget,
+            "steps": self.steps,
+            "slots": {
+                slot_id: {"topology": spec.topology, "width": spec.width} for slot_id, spec in growing.slots.items()
+            },
+            "policy": policy_name(self._policy),
+            "own_loss": self._scorer.loss is not None,
+            "rng_seed": self.rng_seed,
+        }
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +194,10 @@ class Grower:
         that, but contributions cannot be measured.
         """
         decider = self._ready()
+        log = self._log if ranks.rank() == 0 else None
+        if log is not None and not log.is_open:  # resumed, and not trained since
+            log.resume(self._settings(), decider.step)
+        begun, before = time.perf_counter(), self._blueprints()
         with fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
@@ -173,7 +205,13 @@ class Grower:
         self._tap.on_training = None
         if record.panic is not None or (record.loss is not None and math.isfinite(record.loss)):
             decider.guard.take(decider.step)
+        if log is not None:
+            blueprints = {slot_id: before[slot_id] or name for slot_id, name in self._blueprints().items()}
+            log.write(record, blueprints, time.perf_counter() - begun)
         return record
+
+    def _blueprints(self) -> dict[str, str | None]:
+        return {slot_id: slot.state.blueprint for slot_id, slot in self._slots.items()}
 
     def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
         scored = decider.score(validation)
@@ -292,6 +330,8 @@ class Grower:
             self.source = build_in(self._slots, self._tap, kept, dropped)
         stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
         self._membership.sync(self._host, stay)
+        if self._log is not None and self._log.is_open:
+            self._log.finish(decider.step, kept, dropped)
         self._clear()
         return self.model
 
@@ -321,5 +361,7 @@ class Grower:
             self._slots.remove()
         self._tap_handle.remove()
         self._tap.active = False
+        if self._log is not None:
+            self._log.close()
         self._membership.adopt()
         self._finished = True
