@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from loops import digits, loader, make, plan, spoil, through_disk, train_epoch
 
+from esper.karn import ask, write_report
 from esper.leyline import BadValueError, EsperError
 from esper.leyline.records import config_checksum
 from esper.storage.logs import read_lines
@@ -229,3 +230,14 @@ def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("esper.grower.ranks.rank", lambda: 1)
     run(tmp_path / "none", 0, 2)
     assert not (tmp_path / "none").exists()
+
+
+def test_reports_and_queries_read_it(tmp_path: Path) -> None:
+    """What was written is what is shown."""
+    _, lines = run(tmp_path, 0, STEPS)
+    assert "stage1" in write_report(tmp_path).read_text()
+    with ask(tmp_path, "SELECT count(*), max(grown) FROM steps") as answer:
+        (found,) = answer.rows
+    assert found == (STEPS, max(line["grown"] for line in lines_of(tmp_path, "metrics")))
+    with ask(tmp_path, "SELECT count(*) FROM seeds") as answer:
+        assert list(answer.rows) == [(sum(line.count("germinated") for line in lines),)]
