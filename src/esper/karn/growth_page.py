@@ -175,7 +175,7 @@ def _draw_parameters(run: GrowthRun) -> "Figure":
         axis.step(_numbers(run), [step.grown for step in run.steps], where="post", color=BLUE, marker="o", markersize=3)
         axis.axhline(run.config.whole("budget"), color=MUTED, linewidth=1.2, linestyle=":")
         axis.set(ylabel="parameters")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max(run.config.whole("budget"), *(step.grown for step in run.steps), 1))
         axis.grid(axis="y")
         _finish_axis(axis, run)
     return figure
