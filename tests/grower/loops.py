@@ -1,5 +1,6 @@
 """Small models, data and loops of the kind that users have."""
 
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.grower import Grower
+from esper.grower.container import CHILD
 
 
 def digits(count: int = 400) -> tuple[Tensor, Tensor]:
@@ -88,3 +90,19 @@ def equal(one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]
     """Whether two lists of named tensors are equal to the bit."""
     first, second = dict(one), dict(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def through_disk(content: dict[str, Any]) -> dict[str, Any]:
+    """Saved and loaded as users do, without an unrestricted pickle."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def spoil(model: nn.Module, value: float, slot: str = "stage2") -> None:
+    """Set the weights of a seed."""
+    with torch.no_grad():
+        for parameter in getattr(model, CHILD)[slot].parameters():
+            parameter.fill_(value)

@@ -1,11 +1,10 @@
 """Killed in mid-growth and resumed from ordinary state dicts, a run ends as the uninterrupted one."""
 
-import io
 from typing import Any
 
 import pytest
 import torch
-from loops import digits, equal, loader, make, train_epoch
+from loops import digits, equal, loader, make, through_disk, train_epoch
 from torch import Tensor
 
 from esper.grower.container import CHILD
@@ -14,15 +13,6 @@ from esper.leyline import BadValueError, CheckpointError
 DATA = digits(400)
 VALIDATION = digits(600)[0][400:], digits(600)[1][400:]
 STEPS = 8
-
-
-def through_disk(content: dict[str, Any]) -> dict[str, Any]:
-    """Saved and loaded as users do, without an unrestricted pickle."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 def run(

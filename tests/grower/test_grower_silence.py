@@ -33,7 +33,7 @@ def test_two_ranks_stay_equal(order: str, accumulation: str, tmp_path: Path) -> 
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parents[1] / "src")]),
     }
-    command = [sys.executable, str(folder / "two_ranks.py"), order, accumulation]
+    command = [sys.executable, str(folder / "two_ranks.py"), order, accumulation, str(tmp_path / "run")]
     ranks = [
         subprocess.Popen(
             command,
@@ -47,6 +47,7 @@ def test_two_ranks_stay_equal(order: str, accumulation: str, tmp_path: Path) -> 
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     for rank, (out, err) in enumerate(outputs):
         assert f"rank {rank} equal" in out, err[-3000:]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5  # rank 0 alone writes
 
 
 def test_averages_follow() -> None:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from loops import BlindCNN, digits, loader, plan
+from loops import BlindCNN, digits, loader, plan, spoil
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +39,7 @@ def main(wrapped_first: bool, accumulate: bool) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     policy = plan((1, "stage1", "conv_light"), (2, "stage2", "bottleneck"))
     model: nn.Module = DistributedDataParallel(net) if wrapped_first else net
-    grower = Grower(model, optimizer, budget=5000, steps=8, policy=policy, rng_seed=7)
+    grower = Grower(model, optimizer, budget=5000, steps=8, policy=policy, rng_seed=7, folder=sys.argv[3])
     if not wrapped_first:
         model = DistributedDataParallel(net)
     images, labels = digits(300)
@@ -59,7 +59,11 @@ def main(wrapped_first: bool, accumulate: bool) -> None:
     dist.broadcast(theirs, src=0)
     assert torch.equal(weights, theirs), float((weights - theirs).abs().max())
     assert lines == lines
-    finished = grower.finish(keep=["stage1", "stage2"])
+    spoil(net, float("nan"))
+    assert "restored step 4 and pruned bottleneck behind stage2" in str(grower.step(loader((images, labels))))
+    rest = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(rest, weights[: len(rest)])  # the seed was the last
+    finished = grower.finish(keep=["stage1"])
     assert finished is model if wrapped_first else finished is net
     print(f"rank {rank} equal", lines[-1])
     dist.destroy_process_group()

@@ -91,6 +91,46 @@ def write_run(path: Path, rows: list[Json] | None = None, events: list[Json] | N
     return path
 
 
+def growth_metrics(step: int, **changes: Json) -> Json:
+    """A line of the metrics of a Grower."""
+    contributions = {"layer1.0": {"value": 1.5 * step, "error": 0.5}} if step > 1 else {}
+    return {
+        "step": step, "accuracy": 40.0 + step, "loss": 2.0 / step, "grown": 600, "contributions": contributions,
+        "remarks": [], "timing": {"step_s": 0.25}, **changes,
+    }  # fmt: skip
+
+
+def growth_events() -> list[Json]:
+    """Born at step 1, held from 2, committed at 4; another is born at 3 and pruned in a panic at 4."""
+    moves = [
+        (1, "layer1.0", "DORMANT", "GERMINATED", "germinate"),
+        (1, "layer1.0", "GERMINATED", "TRAINING", "germinate"),
+        (1, "layer1.0", "TRAINING", "BLENDING", "germinate"),
+        (2, "layer1.0", "BLENDING", "HOLDING", "tick"),
+        (3, "layer2", "DORMANT", "GERMINATED", "germinate"),
+        (3, "layer2", "GERMINATED", "TRAINING", "germinate"),
+        (3, "layer2", "TRAINING", "BLENDING", "germinate"),
+        (4, "layer2", "BLENDING", "PRUNED", "prune"),
+        (4, "layer1.0", "HOLDING", "FOSSILIZED", "fossilize"),
+    ]
+    panic = {"kind": "panic", "round": 0, "task": "Net", "step": 4, "env": 0, "symptoms": ["NOT_FINITE"]}
+    return [*(stage(0, step, 0, slot, a, b, cause) for step, slot, a, b, cause in moves), panic]
+
+
+def write_growth(path: Path, rows: list[Json] | None = None, events: list[Json] | None = None, **config: Json) -> Path:
+    """The folder of a Grower: by default five steps."""
+    path.mkdir(exist_ok=True)
+    settings = {
+        "host": "Net", "host_parameters": 5000, "budget": 1000, "steps": 8, "policy": "heuristic", "rng_seed": 0,
+        "own_loss": False, "slots": {"layer1.0": {"topology": "image", "width": 8}, "layer2": {}},
+    }  # fmt: skip
+    header = {"kind": "grower", "config": settings | config, "begins_after": 0, "git": "0123abcd", "torch": "2.13"}
+    (path / "config.json").write_text(json.dumps(header | {"checksum": config_checksum(header)}))
+    write_lines(path / "metrics.jsonl", [growth_metrics(step) for step in range(1, 6)] if rows is None else rows)
+    write_lines(path / "events.jsonl", growth_events() if events is None else events)
+    return path
+
+
 def policy(shift: float = 0.0, **changes: Json) -> Json:
     """Figures of one policy on three hosts: mean objective 2 + shift, deviation 1."""
     return {

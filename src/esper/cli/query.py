@@ -11,8 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from esper.karn.queries import STDOUT, TIMEOUT_S, Answer, Cell, as_json, ask, columns_of
-from esper.karn.views import VIEWS
+from esper.karn.queries import STDOUT, TIMEOUT_S, Answer, Cell, as_json, ask, columns_of, views_of
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_positive, require_whole
 from esper.leyline.records import printable
@@ -20,7 +19,10 @@ from esper.leyline.records import printable
 
 @dataclass(frozen=True)
 class QueryCommand:
-    """Ask a run with SQL (DuckDB): rounds, episodes, decisions, rewards, seeds, stages, panics, alarms."""
+    """Ask a run with SQL (DuckDB): rounds, episodes, decisions, rewards, seeds, stages, panics, alarms.
+
+    The run of a Grower has steps, contributions, seeds, stages and panics.
+    """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run; it may still be training."""
@@ -89,9 +91,10 @@ def _show(console: Console, answer: Answer, limit: int) -> None:
 
 
 def _show_views(console: Console, folder: Path) -> None:
+    views = views_of(folder)
     for name, columns in columns_of(folder).items():
         console.print(f"\n[bold]{name}[/bold]")
-        console.print(VIEWS[name].meaning, markup=False)
+        console.print(views[name].meaning, markup=False)
         table = Table(*(Column(header, overflow="fold") for header in ("column", "type", "meaning")))
         for column in columns:
             if column.meaning:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from esper.grower.growing_model import GrowingModel
+from esper.grower.guard import Guard
 from esper.grower.policies import RULES, OwnPolicy, make_policy, read_actions
 from esper.grower.records import OPS, Action, GrowthReport, Offer
 from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows, to_device
 from esper.grower.sensing import ModelProber
 from esper.kasmina import lifecycle
-from esper.kasmina.compare import Comparison, paired_difference
-from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, derive_seed, head_preset
+from esper.kasmina.compare import Comparison, RowScore, paired_difference
+from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, StageChange, derive_seed, head_preset
 from esper.leyline.records import Json
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.training.episode import apply_action
@@ -26,6 +27,16 @@ from esper.tolaria.measurement import Sensing
 
 JUDGED = ACTIVE_STAGES - {SeedStage.FOSSILIZED}
 CORE = head_preset("core")
+
+
+class Scored(NamedTuple):
+    """The scores behind a measurement."""
+
+    main: RowScore
+    rows: dict[str | None, RowScore] | None
+    """The model (None) and the model without each judged seed; None where the user passed a number"""
+    first: Batch
+    """The first validation batch"""
 
 
 class Look(NamedTuple):
@@ -59,21 +70,26 @@ class Decider:
         self.sensing |= isinstance(self.policy, LearnedPolicy)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
         self.last_op = int(LifecycleOp.WAIT)
+        self.guard = Guard(growing)
         self.look: Look | None = None
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
-    def measure(self, validation: Iterable[Batch] | float) -> Look:
-        """Score the model, and the model without each seed that is not committed; then probe its slots."""
-        growing = self.growing
+    def score(self, validation: Iterable[Batch] | float) -> Scored:
+        """Score the model, and the model without each seed that is not committed."""
         if isinstance(validation, float):
-            main = self.scorer.of_number(validation)
+            return Scored(self.scorer.of_number(validation), None, None)
+        first, batches = _peek(validation)
+        judged = [slot_id for slot_id, state in self.growing.states[0].items() if state.stage in JUDGED]
+        return Scored(*score_rows(self.runner, self.scorer, batches, judged, self.growing.device), first)
+
+    def measure(self, scored: Scored) -> Look:
+        """Record the contributions of the seeds, then probe the slots."""
+        growing, main = self.growing, scored.main
+        if scored.rows is None:
             self._set_unit(main.loss)
             self.look = Look(Comparison(main, None, {}, {}), self.prober.without_data())
             return self.look
-        first, batches = _peek(validation)
-        judged = [slot_id for slot_id, state in growing.states[0].items() if state.stage in JUDGED]
-        main, rows = score_rows(self.runner, self.scorer, batches, judged, growing.device)
         if broken := int((~main.losses.isfinite()).sum()):
             raise BadValueError(
                 f"the loss is not finite for {broken} of {len(main.losses)} validation samples: lower the learning "
@@ -86,12 +102,13 @@ class Decider:
             )
         self._set_unit(main.loss)
         comparison = Comparison(main, main, {}, {})
-        for slot_id in judged:
-            contribution = comparison.contributions[slot_id] = paired_difference(rows[None], rows[slot_id])
+        for slot_id in (slot_id for slot_id in growing.states[0] if slot_id in scored.rows):
+            contribution = paired_difference(scored.rows[None], scored.rows[slot_id])
+            comparison.contributions[slot_id] = contribution
             state = lifecycle.record_contribution(growing.states[0][slot_id], contribution.points)
             growing.states[0][slot_id] = state
             growing.modules[slot_id].settle(state)
-        sensing = self.prober(to_device(first, growing.device)) if self.sensing else self.prober.without_data()
+        sensing = self.prober(to_device(scored.first, growing.device)) if self.sensing else self.prober.without_data()
         self.look = Look(comparison, sensing)
         return self.look
 
@@ -101,18 +118,15 @@ class Decider:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def decide(self) -> list[Action]:
+    def decide(self) -> tuple[list[Action], list[StageChange]]:
         """Ask the policy and carry out its actions: rules may act several times in a step, other policies once."""
         self.growing.progress = min(1.0, self.step / self.steps)
         if self.own is None:
-            action = self._act()
-            return [] if action is None else [action]
+            return self._act()
         actions = read_actions(self.own(self.report()))
-        for action in actions:
-            self._carry_out(action)
-        return actions
+        return actions, [self._carry_out(action) for action in actions]
 
-    def _act(self) -> Action | None:
+    def _act(self) -> tuple[list[Action], list[StageChange]]:
         assert self.policy is not None
         view = self._view()
         generator = torch.Generator().manual_seed(derive_seed(self.growing.rng_seed, "actions", self.step))
@@ -121,8 +135,8 @@ class Decider:
         indices = chosen[0].tolist()
         self.last_op = int(indices[0])
         action = self._named(indices)
-        apply_action(self.growing, 0, indices, self.table, self.growing.slot_config)
-        return action
+        change = apply_action(self.growing, 0, indices, self.table, self.growing.slot_config)
+        return [] if action is None else [action], [] if change is None else [change]
 
     def _view(self) -> PolicyView:
         assert self.look is not None
@@ -143,17 +157,17 @@ class Decider:
         blueprint = born if op is LifecycleOp.GERMINATE else self.growing.states[0][slot_id].blueprint
         return Action(op.name.lower(), slot_id, blueprint or "")
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: Action) -> StageChange:
         growing = self.growing
         match OPS[action.op]:
             case LifecycleOp.GERMINATE:
-                growing.germinate(0, action.slot, action.blueprint)
+                return growing.germinate(0, action.slot, action.blueprint)
             case LifecycleOp.FOSSILIZE:
-                growing.fossilize(0, action.slot)
+                return growing.fossilize(0, action.slot)
             case LifecycleOp.PRUNE:
-                growing.prune(0, action.slot)
+                return growing.prune(0, action.slot)
             case LifecycleOp.ADVANCE:
-                growing.advance(0, action.slot)
+                return growing.advance(0, action.slot)
             case _:
                 raise BadValueError(f"{action.op!r} is no action of a Grower: use germinate, fossilize or prune")
 
@@ -189,6 +203,7 @@ class Decider:
             "last_op": self.last_op,
             "observer": {name: pack(tensor) for name, tensor in self.observer.state().items()},
             "policy": [pack(tensor) for tensor in _leaves(self.state)],
+            "guard": self.guard.notes(),
         }
 
     def restore(self, notes: dict[str, Json]) -> None:
@@ -197,6 +212,7 @@ class Decider:
         self.growing.random_guess_loss = float.fromhex(notes["unit"])
         self.observer.restore({name: unpack(packed) for name, packed in notes["observer"].items()})
         self.state = _rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
+        self.guard.load(notes["guard"])
 
 
 def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:

@@ -17,8 +17,9 @@ from esper.grower.container import ModelSlots
 from esper.grower.scoring import InputTap, RowRunner, eval_mode
 from esper.kasmina.export import Growth, blocks_source, execute
 from esper.kasmina.harden import BLOCKS, WEIGHTS, WRITTEN
+from esper.kasmina.lifecycle import SeedState
 from esper.kasmina.slot import Role
-from esper.leyline import EsperError
+from esper.leyline import BadValueError, EsperError, SeedStage, StageError
 from esper.storage.files import replace_folder, sync_to_disk
 
 RTOL, ATOL = 1e-4, 1e-5  # of the check that the finished model computes the same
@@ -26,6 +27,30 @@ RTOL, ATOL = 1e-4, 1e-5  # of the check that the finished model computes the sam
 
 class FinishError(EsperError, RuntimeError):
     """The finished model would not compute what the grown one does."""
+
+
+def choose_seeds(
+    live: Mapping[str, SeedState], keep: Sequence[str], drop: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The slots whose seeds stay, and those whose seeds go: what the user says, else by contribution."""
+    for slot_id in (*keep, *drop):
+        if slot_id not in live:
+            raise BadValueError(f"there is no seed behind {slot_id!r}; seeds are behind {list(live) or 'none'}")
+    if both := sorted(set(keep) & set(drop)):
+        raise BadValueError(f"{', '.join(both)} are in both keep and drop; name each in one of them")
+    fossils = [slot_id for slot_id, state in live.items() if state.stage is SeedStage.FOSSILIZED]
+    open_ones = {
+        slot_id: state.contribution for slot_id, state in live.items() if slot_id not in (*fossils, *keep, *drop)
+    }
+    unknown = [slot_id for slot_id, contribution in open_ones.items() if contribution is None]
+    if unknown:
+        raise StageError(
+            f"contributions of the seeds behind {', '.join(unknown)} were never measured: call "
+            "finish(val_loader), or name them in keep= or drop="
+        )
+    paying = [slot_id for slot_id, measured in open_ones.items() if measured is not None and measured.beyond_error]
+    kept = [slot_id for slot_id in live if slot_id in (*fossils, *keep, *paying) and slot_id not in drop]
+    return kept, [slot_id for slot_id in live if slot_id not in kept]
 
 
 def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequence[str]) -> str:

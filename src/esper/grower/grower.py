@@ -12,6 +12,8 @@ jump, and they learn from the user's own loss.
 """
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -25,20 +27,24 @@ from torch.optim import Optimizer
 from esper.grower import ranks
 from esper.grower.averages import adopt_earlier
 from esper.grower.container import CHILD, ModelSlots
-from esper.grower.decisions import Decider, Look
-from esper.grower.finishing import build_in, write_finished
+from esper.grower.decisions import Decider
+from esper.grower.finishing import build_in, choose_seeds, write_finished
 from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
-from esper.grower.places import Places
+from esper.grower.places import Places, named_widths
 from esper.grower.policies import OwnPolicy, check_policy
-from esper.grower.records import Action, GrowthRecord, GrowthReport
+from esper.grower.records import GrowthRecord, GrowthReport
 from esper.grower.rules import LEAST_STEPS
+from esper.grower.run_log import RunLog, policy_name
 from esper.grower.scoring import EXAMPLE, Batch, Forward, InputTap, Loss, Scorer
-from esper.kasmina.attach import check_model, check_slots
+from esper.kasmina.attach import check_model
+from esper.kasmina.compare import RowScore
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
-from esper.leyline import BadValueError, EsperError, SeedStage, StageChange, StageError
+from esper.leyline import BadValueError, EsperError, StageError
 from esper.leyline.numbers import require_whole
+from esper.leyline.records import Json
+from esper.tolaria.governor import Symptom
 
 UNKNOWN_STEPS = 20
 """Calls of `step` that growth is timed for if the user does not say"""
@@ -59,6 +65,7 @@ class Grower:
         slots: Mapping[str, int] | Sequence[str] | Literal["auto"] = "auto",
         policy: str | Path | OwnPolicy = "heuristic",
         rng_seed: int = 0,
+        folder: str | Path | None = None,
     ) -> None:
         """`budget` limits the parameters of all seeds together; `steps` is how often `step` will be called.
 
@@ -66,7 +73,8 @@ class Grower:
         `forward(model, batch)` returns the output; by default `model(**batch)` for a dict, `model(*batch[:-1])` for a
         tuple. `slots` names submodules, such as `["layer2"]`, or checks their widths too, such as `{"layer2": 128}`;
         by default they are chosen at the first forward pass. `policy` is `heuristic`, `random`, `wait`, the folder of a
-        trained run, or a function that takes a `GrowthReport` and returns actions.
+        trained run, or a function that takes a `GrowthReport` and returns actions. `folder` logs the run there, for
+        `esper report` and `esper query`.
         """
         require_whole("budget", budget, 1, remark=": it is the number of parameters that may grow")
         require_whole("rng_seed", rng_seed)
@@ -87,9 +95,10 @@ class Grower:
         self.model, self.optimizer, self.budget, self.rng_seed = model, optimizer, budget, rng_seed
         self.steps = steps if steps is not None else UNKNOWN_STEPS
         self._steps_given = steps is not None
-        self._wanted, self._policy = None if slots == "auto" else _widths(host, slots), policy
+        self._wanted, self._policy = None if slots == "auto" else named_widths(host, slots), policy
         self._scorer = Scorer(loss, forward)
         self._host = host
+        self._log = None if folder is None else RunLog(Path(folder))
         self._membership = Membership(optimizer, host)
         self._slots = ModelSlots(host, "shadow")
         self._slots.on_change = self._loaded
@@ -115,6 +124,9 @@ class Grower:
     def _choose_slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             raise BadValueError("the slots are chosen in the first forward pass: run one batch before torch.compile")
+        log = self._log if ranks.rank() == 0 else None
+        if log is not None:
+            log.check_free()
         places = Places(self._host, args, kwargs)
         streams = places.choose() if self._wanted is None else places.named(self._wanted)
         cheapest = min(offer.parameters for spec, _ in streams for offer in spec.blueprints)
@@ -124,6 +136,8 @@ class Grower:
             )
         self._slots.install(streams)
         self._start()
+        if log is not None:
+            log.create(self._settings())
         if ranks.rank() == 0:
             print(self._introduction(), flush=True)
 
@@ -164,8 +178,33 @@ class Grower:
                 return  # it was saved before the first forward pass
             decider = self._start()
         decider.growing.adopt_states()
+        decider.guard.snapshot = None
         if self._slots.notes:
             decider.restore(self._slots.notes)
+        self._tap.on_training = self._resumed
+
+    def _resumed(self) -> None:
+        """Before the first training pass after a state dict was loaded: by now weights and optimizer are loaded too."""
+        decider = self._ready()
+        decider.guard.take(decider.step)
+        if self._log is not None and ranks.rank() == 0:
+            self._log.resume(self._settings(), decider.step)
+
+    def _settings(self) -> dict[str, Json]:
+        """What this Grower was built with, for the log."""
+        growing = self._ready().growing
+        return {
+            "host": type(self._host).__name__,
+            "host_parameters": growing.host_parameters,
+            "budget": self.budget,
+            "steps": self.steps,
+            "slots": {
+                slot_id: {"topology": spec.topology, "width": spec.width} for slot_id, spec in growing.slots.items()
+            },
+            "policy": policy_name(self._policy),
+            "own_loss": self._scorer.loss is not None,
+            "rng_seed": self.rng_seed,
+        }
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -178,47 +217,76 @@ class Grower:
         decider = self._ready()
         if isinstance(validation, Real) or (isinstance(validation, Tensor) and validation.dim() == 0):
             validation = float(validation)
+        log = self._log if ranks.rank() == 0 else None
+        if log is not None and not log.is_open:  # resumed, and not trained since
+            log.resume(self._settings(), decider.step)
+        begun, before = time.perf_counter(), self._blueprints()
         with fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
-            return self._on_all_ranks(decider, lambda: self._decide(decider, validation))
+            record = self._on_all_ranks(decider, lambda: self._decide(decider, validation))
+        self._tap.on_training = None
+        if record.panic is not None or (record.loss is not None and math.isfinite(record.loss)):
+            decider.guard.take(decider.step)
+        if log is not None:
+            blueprints = {slot_id: before[slot_id] or name for slot_id, name in self._blueprints().items()}
+            log.write(record, blueprints, time.perf_counter() - begun)
+        return record
+
+    def _blueprints(self) -> dict[str, str | None]:
+        return {slot_id: slot.state.blueprint for slot_id, slot in self._slots.items()}
 
     def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
+        scored = decider.score(validation)
+        is_loss = scored.rows is not None or self._scorer.loss is not None
+        symptom = decider.guard.symptom(scored.main, is_loss=is_loss)
+        if symptom is not None:
+            return self._undo(decider, scored.main, symptom)
         growing = decider.growing
-        look = decider.measure(validation)
+        look = decider.measure(scored)
+        decider.guard.observe(scored.main.loss)
         decider.step += 1
-        changes = [change for _, change in growing.tick()]
-        actions = decider.decide()
+        ticks = [change for _, change in growing.tick()]
+        actions, changes = decider.decide()
         self._slots.notes = decider.notes()
         blind = isinstance(validation, float) and growing.live()
-        remarks = ("contributions need validation data, not a number",) if blind else ()
-        return self._record(decider, look, actions, changes, remarks)
+        return self._record(
+            decider,
+            scored.main,
+            actions=tuple(actions),
+            changes=(*ticks, *changes),
+            contributions={slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
+            remarks=("contributions need validation data, not a number",) if blind else (),
+        )
+
+    def _undo(self, decider: Decider, main: RowScore, symptom: Symptom) -> GrowthRecord:
+        """Undo what growth has done to the model since the last step. The policy is not asked, for want of numbers."""
+        guard = decider.guard
+        assert guard.snapshot is not None
+        restored = guard.snapshot.step
+        guard.restore()
+        decider.step += 1
+        ticks = [change for _, change in decider.growing.tick()]
+        pruned = guard.prune_youngest()
+        self._slots.notes = decider.notes()
+        named = ", ".join(f"{name} behind {change.slot_id}" for name, change in pruned)
+        return self._record(
+            decider,
+            main,
+            changes=(*ticks, *(change for _, change in pruned)),
+            remarks=(f"the loss was {main.loss:.4g}: restored step {restored} and pruned {named}",),
+            panic=symptom.name,
+        )
+
+    def _record(self, decider: Decider, main: RowScore, **content: Any) -> GrowthRecord:  # Any: fields of the record
+        accuracy = None if main.correct is None else main.accuracy
+        grown = decider.growing.grown_parameters(0)
+        return GrowthRecord(decider.step, accuracy, main.loss, grown=grown, budget=self.budget, **content)
 
     def _measure_again(self, decider: Decider, validation: Iterable[Batch]) -> GrowthRecord:
-        return self._record(decider, decider.measure(validation), (), (), ())
-
-    def _record(
-        self,
-        decider: Decider,
-        look: Look,
-        actions: Sequence[Action],
-        changes: Sequence[StageChange],
-        remarks: tuple[str, ...],
-    ) -> GrowthRecord:
-        main = look.comparison.main
-        contributions = {slot_id: each.points for slot_id, each in look.comparison.contributions.items()}
-        accuracy, grown = None if main.correct is None else main.accuracy, decider.growing.grown_parameters(0)
-        return GrowthRecord(
-            decider.step,
-            accuracy,
-            main.loss,
-            tuple(actions),
-            tuple(changes),
-            contributions,
-            grown,
-            self.budget,
-            remarks,
-        )
+        scored = decider.score(validation)
+        decider.measure(scored)
+        return self._record(decider, scored.main)
 
     def _on_all_ranks(self, decider: Decider, act: Callable[[], GrowthRecord]) -> GrowthRecord:
         """Let rank 0 act, and the others take over the seeds that result. An error of rank 0 is raised on all."""
@@ -238,8 +306,10 @@ class Grower:
         if "error" in received:
             raise error or BadValueError(f"rank 0 failed: {received['error']}")
         if record is None:
-            self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
             record = GrowthRecord.from_json(received["record"])
+            if record.panic is not None:
+                decider.guard.restore()
+            self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
         for slot_id, slot in self._slots.items():
             if slot.seed is not None and slot.seed is not before[slot_id]:
                 ranks.equalise(slot)
@@ -290,56 +360,25 @@ class Grower:
         with fork_rng(self._host):
             if validation is not None:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
-            kept, dropped = self._chosen(decider.growing, tuple(keep), tuple(drop))
+            kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))
             source = build_in(self._slots, self._tap, kept, dropped)
         if ranks.rank() == 0:
             print(self._conclusion(decider.growing, kept, dropped), flush=True)
         stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
         self._membership.sync(self._host, stay)
+        if self._log is not None and self._log.is_open:
+            self._log.finish(decider.step, kept, dropped)
         self._clear()
         if folder is not None and ranks.rank() == 0:
             write_finished(self._host, source, Path(folder))
         return self.model
-
-    def _chosen(self, growing: GrowingModel, keep: Sequence[str], drop: Sequence[str]) -> tuple[list[str], list[str]]:
-        live = growing.live()
-        for slot_id in (*keep, *drop):
-            if slot_id not in live:
-                raise BadValueError(f"there is no seed behind {slot_id!r}; seeds are behind {list(live) or 'none'}")
-        if both := sorted(set(keep) & set(drop)):
-            raise BadValueError(f"{', '.join(both)} are in both keep and drop; name each in one of them")
-        fossils = [slot_id for slot_id, state in live.items() if state.stage is SeedStage.FOSSILIZED]
-        open_ones = {
-            slot_id: state.contribution for slot_id, state in live.items() if slot_id not in (*fossils, *keep, *drop)
-        }
-        unknown = [slot_id for slot_id, contribution in open_ones.items() if contribution is None]
-        if unknown:
-            raise StageError(
-                f"contributions of the seeds behind {', '.join(unknown)} were never measured: call "
-                "finish(val_loader), or name them in keep= or drop="
-            )
-        paying = [slot_id for slot_id, measured in open_ones.items() if measured is not None and measured.beyond_error]
-        kept = [slot_id for slot_id in live if slot_id in (*fossils, *keep, *paying) and slot_id not in drop]
-        return kept, [slot_id for slot_id in live if slot_id not in kept]
 
     def _clear(self) -> None:
         if hasattr(self._host, CHILD):
             self._slots.remove()
         self._tap_handle.remove()
         self._tap.active = False
+        if self._log is not None:
+            self._log.close()
         self._membership.adopt()
         self._finished = True
-
-
-def _widths(host: nn.Module, slots: Mapping[str, int] | Sequence[str]) -> Mapping[str, int | None]:
-    """The slots that the user named, checked; None is a width that was not given."""
-    if isinstance(slots, Mapping):
-        check_slots(host, slots)
-        return dict(slots)
-    names = list(slots) if isinstance(slots, list | tuple) else []
-    if not names:
-        raise BadValueError(f'slots {slots!r} are no names of submodules: pass a list of them, such as ["layer2"]')
-    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
-        raise BadValueError(f"slots {', '.join(twice)} are named twice: a submodule has one slot")
-    check_slots(host, dict.fromkeys(names, 1))
-    return dict.fromkeys(names)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esper.kasmina.attach import ModuleCall, Stream, stream_behind, trace
+from esper.kasmina.attach import ModuleCall, Stream, check_slots, stream_behind, trace
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.leyline import BadValueError, HostMismatchError
 
@@ -167,3 +167,17 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _shape(call: ModuleCall) -> object:
     return tuple(call.output.shape) if isinstance(call.output, Tensor) else None
+
+
+def named_widths(host: nn.Module, slots: Mapping[str, int] | Sequence[str]) -> Mapping[str, int | None]:
+    """The slots that the user named, checked; None is a width that was not given."""
+    if isinstance(slots, Mapping):
+        check_slots(host, slots)
+        return dict(slots)
+    names = list(slots) if isinstance(slots, list | tuple) else []
+    if not names:
+        raise BadValueError(f'slots {slots!r} are no names of submodules: pass a list of them, such as ["layer2"]')
+    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+        raise BadValueError(f"slots {', '.join(twice)} are named twice: a submodule has one slot")
+    check_slots(host, dict.fromkeys(names, 1))
+    return dict.fromkeys(names)

@@ -30,15 +30,18 @@ class GrowthRecord:
     """Percent on the validation data, where the loss is cross-entropy"""
     loss: float | None
     """Mean validation loss"""
-    actions: tuple[Action, ...]
-    changes: tuple[StageChange, ...]
-    contributions: dict[str, Measurement]
+    actions: tuple[Action, ...] = ()
+    changes: tuple[StageChange, ...] = ()
+    """By timers, then by actions"""
+    contributions: dict[str, Measurement] = field(default_factory=dict)
     """Points that silencing each seed would cost, with its error"""
-    grown: int
+    grown: int = 0
     """Parameters of all seeds"""
-    budget: int
+    budget: int = 0
     remarks: tuple[str, ...] = ()
-    """What could not be measured or done, and why"""
+    """What could not be measured or done, and why; or what was undone"""
+    panic: str | None = None
+    """NOT_FINITE or DIVERGENCE, if the model had diverged and its last step was restored"""
 
     def to_json(self) -> Json:
         """For other processes."""
@@ -51,7 +54,8 @@ class GrowthRecord:
         changes = tuple(decode(StageChange, each, "change") for each in content["changes"])
         contributions = {slot_id: Measurement(*map(float, each)) for slot_id, each in content["contributions"].items()}
         rest = {**content, "actions": actions, "changes": changes, "contributions": contributions}
-        return cls(**{**rest, "remarks": tuple(content["remarks"])})
+        loss = None if content["loss"] is None else float(content["loss"])  # JSON has no NaN, so it is a word
+        return cls(**{**rest, "loss": loss, "remarks": tuple(content["remarks"])})
 
     def __str__(self) -> str:
         done = [f"{PAST[action.op]} {_named(action)} behind {action.slot}" for action in self.actions]

@@ -123,6 +123,8 @@ class InputTap:
         self.kept: list[tuple[tuple[Any, ...], dict[str, Any], int]] = []
         self.passes = 0
         """Training passes since the last step"""
+        self.on_training: Callable[[], None] | None = None
+        """Called once, before the next training pass"""
         self.active = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,6 +139,9 @@ class InputTap:
                 self.active = True
         if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        if self.on_training is not None:
+            begin, self.on_training = self.on_training, None
+            begin()
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
         if self.passes == 0:
             self.kept.clear()

@@ -1,10 +1,10 @@
 """HTML by construction: text is escaped wherever it enters, and only `Markup` is taken as it is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from esper.karn.canvas import PALETTE, to_svg
+from esper.karn.canvas import PALETTE, STAGES, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +36,29 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> M
     ]
     filled = element("table", element("caption", caption), element("thead", titles), element("tbody", *body))
     return element("div", filled, class_="wide")
+
+
+def note(*parts: str) -> Markup:
+    """A paragraph in a muted colour."""
+    return element("p", *parts, class_="note")
+
+
+def facts_list(facts: Mapping[str, object]) -> Markup:
+    """Names with their values; those without a value (None) are omitted."""
+    entries = [
+        part for name, value in facts.items() if value is not None
+        for part in (element("dt", name), element("dd", str(value)))
+    ]  # fmt: skip
+    return element("dl", *entries)
+
+
+def stage_legend() -> Markup:
+    """The colours of stages in timelines."""
+    swatches = [
+        element("span", element("i", style=f"background:{colour}"), stage.name.lower(), class_="key")
+        for stage, colour in STAGES.items()
+    ]
+    return element("p", *swatches, class_="legend")
 
 
 def folded(title: str, part: str) -> Markup:

@@ -6,18 +6,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
-from esper.karn.state import EVENTS, Fields, checked_lines, is_number, metric_lines, read_header
-from esper.karn.views import LOGS, VIEWS
+from esper.karn.growth import contributions_of
+from esper.karn.state import EVENTS, Fields, checked_lines, is_number, is_of_grower, metric_lines, read_header
+from esper.karn.views import GROWER_VIEWS, LOGS, VIEWS, SqlView
 from esper.leyline import BadValueError, MissingPackageError, UnknownNameError
-from esper.leyline.records import NOT_FINITE, encode, flatten
+from esper.leyline.records import NOT_FINITE, Json, encode, flatten
 from esper.storage.files import storage_errors
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Cell = Any  # whatever a statement selects
 STDOUT = Path("-")
-NESTED_ELSEWHERE = ("germinated", "tasks")
+NESTED_ELSEWHERE = ("germinated", "tasks", "contributions")
 """Keys of the metrics that other views show in more detail"""
 READING = ("SELECT", "EXPLAIN", "MULTI")
 """Kinds of statements that are run; MULTI is PIVOT."""
@@ -99,20 +100,20 @@ def _opened(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answer]:
     """Run one reading statement over the complete rounds of a run, for at most `timeout` seconds."""
-    read_header(path)
-    with _database() as connection:
+    views = views_of(path)
+    with _database(views) as connection:
         parsed = connection.extract_statements(statement)
         if len(parsed) != 1:
             raise BadValueError(f"{len(parsed)} statements in {statement!r}; give one")
         if (kind := parsed[0].type.name) not in READING:
             raise BadValueError(f"{kind} is not run here: a run is only read, with SELECT")
-        _create(connection, path)
+        _create(connection, path, views)
         # Events behind the views that the text names; all, if it calls query() or query_table(), which can put a name
         # together while they run.
         text = statement.lower()
-        needed = {view.log for name, view in VIEWS.items() if name in text or "query" in text}
+        needed = {view.log for name, view in views.items() if name in text or "query" in text}
         for kind in (kind for kind in LOGS if kind in needed):
-            _load(connection, path / EVENTS, kind)
+            _load(connection, path / EVENTS, kind, "round" if views is VIEWS else "step")
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         timer = Timer(timeout, connection.interrupt)
         timer.start()
@@ -124,20 +125,25 @@ def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answ
         yield Answer([entry[0] for entry in connection.description or []], chain.from_iterable(chunks))
 
 
+def views_of(path: Path) -> Mapping[str, SqlView]:
+    """The views of a run: a Grower's has others than a training's."""
+    return GROWER_VIEWS if is_of_grower(read_header(path)) else VIEWS
+
+
 def columns_of(path: Path) -> dict[str, list[Column]]:
     """The views of a run and their columns. Reads no events."""
-    read_header(path)
+    views = views_of(path)
     columns = {}
-    with _database() as connection:
-        _create(connection, path)
-        for name, view in VIEWS.items():
+    with _database(views) as connection:
+        _create(connection, path, views)
+        for name, view in views.items():
             described = connection.execute(f"DESCRIBE {name}").fetchall()
             columns[name] = [Column(each, kind, view.columns.get(each, ("", ""))[1]) for each, kind, *_ in described]
     return columns
 
 
 @contextmanager
-def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
+def _database(views: Mapping[str, SqlView]) -> Iterator["duckdb.DuckDBPyConnection"]:
     """A database in memory, which never spills to a file. Errors of DuckDB become Esper's, in one line."""
     try:
         import duckdb
@@ -150,37 +156,66 @@ def _database() -> Iterator["duckdb.DuckDBPyConnection"]:
             raise BadValueError("the statement took too long; ask for less, or raise --timeout") from None
         except duckdb.Error as error:
             if unknown := re.match(r"Catalog Error: Table with name (\S+) does not exist", str(error)):
-                raise UnknownNameError("view", unknown[1], VIEWS) from error
+                raise UnknownNameError("view", unknown[1], views) from error
             words = str(error).split("\n\n")[0].split("\nLINE ")[0]  # without the picture of where
             raise BadValueError(f"the statement cannot be run: {' '.join(words.split())}") from error
 
 
-def _create(connection: "duckdb.DuckDBPyConnection", path: Path) -> None:
-    """Create all views. Fills the table of rounds; the tables of events stay empty."""
+def _create(connection: "duckdb.DuckDBPyConnection", path: Path, views: Mapping[str, SqlView]) -> None:
+    """Create all views. Fills the tables of metrics; the tables of events stay empty."""
+    connection.execute("CREATE SCHEMA log")
+    for kind, log in LOGS.items():
+        _fill(connection, kind, log.columns, [])
+    if views is VIEWS:
+        _fill_metrics(connection, "rounds", views, list(metric_lines(path)))
+    else:
+        lines = list(metric_lines(path, "step"))
+        _fill_metrics(connection, "steps", views, lines)
+        rows = [
+            {"step": line["step"], "slot": slot, "contribution": measured.value, "error": measured.error}
+            for line in lines
+            for slot, measured in contributions_of(line).items()
+        ]
+        _fill(connection, "contributions", _types(views["contributions"]), rows)
+    for name, view in views.items():
+        connection.execute(f"CREATE VIEW {name} AS {view.sql}")
+
+
+def _types(view: SqlView) -> dict[str, str]:
+    return {name: type_ for name, (type_, _) in view.columns.items()}
+
+
+def _fill_metrics(
+    connection: "duckdb.DuckDBPyConnection", table: str, views: Mapping[str, SqlView], lines: Iterable[Fields]
+) -> None:
+    """Create a table with every number of the metrics."""
     rows = [
         {
             re.sub(r"\W+", "_", name).lower(): value  # ppo/op/entropy → ppo_op_entropy
             for name, value in flatten(line, skip=NESTED_ELSEWHERE)
             if is_number(value) or value in NOT_FINITE
         }
-        for line in metric_lines(path)
+        for line in lines
     ]
-    types = {name: type_ for name, (type_, _) in VIEWS["rounds"].columns.items()}
-    types |= dict.fromkeys((name for row in rows for name in row if name not in types), "DOUBLE")
-    connection.execute("CREATE SCHEMA log")
-    for table, columns in {"rounds": types, **{kind: log.columns for kind, log in LOGS.items()}}.items():
-        declared = ", ".join(f'"{name}" {type_}' for name, type_ in columns.items())
-        connection.execute(f"CREATE TABLE log.{table} ({declared})")
-    connection.execute(
-        "INSERT INTO log.rounds BY NAME SELECT unnest(entry) FROM (SELECT unnest(from_json(?, ?)) AS entry)",
-        [json.dumps(rows), json.dumps([types])],
-    )
-    for name, view in VIEWS.items():
-        connection.execute(f"CREATE VIEW {name} AS {view.sql}")
+    types = _types(views[table])
+    _fill(connection, table, types | dict.fromkeys((n for row in rows for n in row if n not in types), "DOUBLE"), rows)
 
 
-def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> None:
-    """Load the events of a kind from complete rounds into its table. Raises for damaged lines."""
+def _fill(
+    connection: "duckdb.DuckDBPyConnection", table: str, types: Mapping[str, str], rows: list[dict[str, Json]]
+) -> None:
+    """Create a table with these columns and rows."""
+    declared = ", ".join(f'"{name}" {type_}' for name, type_ in types.items())
+    connection.execute(f"CREATE TABLE log.{table} ({declared})")
+    if rows:
+        connection.execute(
+            f"INSERT INTO log.{table} BY NAME SELECT unnest(entry) FROM (SELECT unnest(from_json(?, ?)) AS entry)",
+            [json.dumps(rows), json.dumps([dict(types)])],
+        )
+
+
+def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str, counter: Literal["round", "step"]) -> None:
+    """Load the events of a kind from complete rounds or steps into its table. Raises for damaged lines."""
     log = LOGS[kind]
     types = ", ".join(f"'{name}': '{type_}'" for name, type_ in {"kind": "VARCHAR", **log.columns}.items())
     names = ", ".join(f'"{name}"' for name in log.columns)
@@ -192,7 +227,8 @@ def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str) -> Non
     ((damaged,),) = connection.execute(f"SELECT count(*) FROM log.{kind} WHERE {lacking}").fetchall()
     if damaged > _is_torn(path):
         _name_damage(path, kind, damaged)
-    connection.execute(f"DELETE FROM log.{kind} WHERE {lacking} OR round NOT IN (SELECT round FROM log.rounds)")
+    complete = f"(SELECT {counter} FROM log.{counter}s)"
+    connection.execute(f"DELETE FROM log.{kind} WHERE {lacking} OR {counter} NOT IN {complete}")
 
 
 def _is_torn(path: Path) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from esper.karn import panels
-from esper.karn.canvas import STAGES
 from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
-from esper.karn.page import Markup, element, folded, page, picture, table
-from esper.karn.state import Episode, Round, RunState, read_run
+from esper.karn.growth import read_growth
+from esper.karn.growth_page import growth_page
+from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
+from esper.karn.state import Episode, Round, RunState, is_of_grower, read_header, read_run
 from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
+from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json
 from esper.storage.files import check_writable, replace_file
@@ -36,11 +38,19 @@ def write_report(
 ) -> Path:
     """Write the page of a run, with timelines of `hosts` hosts of `round`, and return its path.
 
-    Defaults: `report.html` and `evaluation*.json` in the run folder, and the last round.
+    Defaults: `report.html` and `evaluation*.json` in the run folder, and the last round. The folder of a Grower has one
+    model and no rounds; its page shows that.
     """
     require_whole("hosts", hosts, 1)
     run_path = Path(run_path)
     target = run_path / "report.html" if out is None else Path(out)
+    if is_of_grower(read_header(run_path)):
+        if round is not None or evaluations:
+            raise BadValueError(f"{run_path} is the folder of a Grower: it has no rounds and no evaluations; omit them")
+        growth = read_growth(run_path)
+        check_writable(target)
+        replace_file(target, growth_page(growth))
+        return target
     run = read_run(run_path, round)
     check_writable(target)
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
@@ -57,10 +67,6 @@ def write_report(
     header = element("header", element("h1", title), element("nav", *links))
     replace_file(target, page(title, header, *sections))
     return target
-
-
-def _note(*parts: str) -> Markup:
-    return element("p", *parts, class_="note")
 
 
 def _summary(run: RunState) -> list[Markup]:
@@ -83,13 +89,9 @@ def _summary(run: RunState) -> list[Markup]:
         "torch": run.torch,
         "device": run.setting("device"),
     }  # fmt: skip
-    entries = [
-        part for name, value in facts.items() if value is not None
-        for part in (element("dt", name), element("dd", str(value)))
-    ]  # fmt: skip
     return [
         element("p", " ".join(what_was_learned(run)), class_="lead"),
-        element("dl", *entries),
+        facts_list(facts),
         folded("The whole configuration", element("pre", json.dumps(run.config, indent=1, ensure_ascii=False))),
     ]
 
@@ -102,10 +104,6 @@ def _present(sentence: str, settings: Json, *keys: str) -> str | None:
 
 
 def _growth(run: RunState, hosts: int) -> list[Markup]:
-    swatches = [
-        element("span", element("i", style=f"background:{colour}"), stage.name.lower(), class_="key")
-        for stage, colour in STAGES.items()
-    ]
     return [
         element(
             "p",
@@ -113,7 +111,7 @@ def _growth(run: RunState, hosts: int) -> list[Markup]:
             " 0 at its lower edge to 1 at its upper one. ▲ a seed is germinated, ★ committed, ✖ cut; a dashed line"
             " across is a panic, after which the host went back to its snapshot. A control began alike and never grew.",
         ),
-        element("p", *swatches, class_="legend"),
+        stage_legend(),
         *(
             picture(f"host{index}", draw_host(run, episode), _life(run, rank, episode))
             for index, (rank, episode) in enumerate(choose_hosts(run.episodes[run.shown], hosts))
@@ -126,7 +124,7 @@ def _policies(evaluations: list[Evaluation]) -> list[Markup]:
         return [part for index, each in enumerate(evaluations) for part in evaluation_section(each, f"policies{index}")]
     command = "esper evaluate --policies RUN,heuristic,random,wait --json RUN/evaluation.json"
     remedy = " compares this run with rules on hosts that none of them has seen; the next report then shows it."
-    return [_note("No evaluation was given. ", element("code", command), remedy)]
+    return [note("No evaluation was given. ", element("code", command), remedy)]
 
 
 def _learning(run: RunState) -> list[Markup]:
@@ -145,7 +143,7 @@ def _learning(run: RunState) -> list[Markup]:
 
 
 def _decisions(run: RunState) -> list[Markup]:
-    parts = [_note("No seed was germinated in any round.")]
+    parts = [note("No seed was germinated in any round.")]
     if panels.rows_of(run):
         caption = (
             "How often a host germinated a seed of a kind (left) and committed one (right), round by round: the lighter"
@@ -165,7 +163,7 @@ def _health(run: RunState) -> list[Markup]:
     parts = [element("div", *pictures, class_="gallery three")] if pictures else []
     if constant:
         listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant.items())
-        parts.append(_note(f"The same in every round, to a millionth: {listed}."))
+        parts.append(note(f"The same in every round, to a millionth: {listed}."))
     return parts
 
 

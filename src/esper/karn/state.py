@@ -6,15 +6,15 @@ skipped. Stage changes and curves are stored for one round only, so a long run n
 """
 
 import json
-import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
 from esper.leyline.records import Json, config_checksum, flatten, refuse_constant
@@ -23,6 +23,10 @@ from esper.storage.logs import read_lines
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
 HEADLINES = ("objective", "objective_std", "gain", "accuracy", "added_parameters", "committed", "panics")
 """Columns that every round has"""
+GROWER = "grower"
+"""Kind of run, in the configuration: steps of one model in its user's loop. Training runs have rounds and no kind"""
+COUNTS = range(2**63)
+"""What a count may be: pictures and databases take no larger numbers"""
 DRAWN = ("stage", "panic", "episode")  # kinds of events that reports are drawn from
 
 
@@ -48,7 +52,7 @@ class Fields(dict[str, Json]):
 
     def whole(self, key: str) -> int:
         """An integer of 0 or more."""
-        return int(self._take(key, lambda value: type(value) is int and value >= 0, "an integer of 0 or more"))
+        return int(self._take(key, lambda value: type(value) is int and value in COUNTS, "an integer of 0 or more"))
 
     def text(self, key: str) -> str:
         """A string."""
@@ -84,7 +88,8 @@ class Fields(dict[str, Json]):
 
 def is_number(value: Json) -> TypeGuard[float]:
     """Whether a value is a finite number, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, because an integer may be too large for a float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_object(path: Path, what: str) -> Fields:
@@ -193,7 +198,7 @@ class RunState:
         if kind == "episode":
             self.episodes[number].append(_episode(line, env, curves=number == self.shown))
         elif kind == "stage":
-            self._add_change(number, _change(line, env))
+            self._add_change(number, change_of(line, env))
         elif number == self.shown:
             symptoms = line.get("symptoms", [])
             names = [str(name) for name in symptoms] if isinstance(symptoms, list) else [str(symptoms)]
@@ -251,6 +256,8 @@ class RunState:
 def read_run(path: Path, shown: int | None = None) -> RunState:
     """Read the run in a folder, with the details of one round (default: the last)."""
     header = read_header(path)
+    if is_of_grower(header):
+        raise BadValueError(f"{path} is the folder of a Grower: it has steps of one model, not rounds of hosts")
     git, torch_version = map(header.optional_text, ("git", "torch"))
     rounds = [_round(line) for line in metric_lines(path)]
     if not rounds:
@@ -276,10 +283,15 @@ def read_header(path: Path) -> Fields:
         if not (path / name).is_file():
             raise BadValueError(f"{path} is no run folder: it has no {name}")
     header = read_object(path / CONFIG, "configuration of a run")
-    header.inside("config").text("task")
+    header.inside("config").text("host" if is_of_grower(header) else "task")
     if header.text("checksum") != config_checksum(header):
         raise BadValueError(f"{path / CONFIG} was changed after the run began; restore what was written")
     return header
+
+
+def is_of_grower(header: Fields) -> bool:
+    """Whether a run is that of a Grower."""
+    return header.get("kind") == GROWER
 
 
 def checked_lines(path: Path) -> Iterator[Fields]:
@@ -292,13 +304,13 @@ def checked_lines(path: Path) -> Iterator[Fields]:
         raise BadValueError(f"{path} cannot be read behind line {number}: {error}") from error
 
 
-def metric_lines(path: Path) -> Iterator[Fields]:
-    """Yield the lines of the complete rounds of a run, in order."""
+def metric_lines(path: Path, counter: Literal["round", "step"] = "round") -> Iterator[Fields]:
+    """Yield the lines of the complete rounds of a run, or of the complete steps of a Grower, in order."""
     last = -1
     for line in checked_lines(path / METRICS):
-        number = line.whole("round")
+        number = line.whole(counter)
         if number <= last:
-            raise BadValueError(f"{line.where}: round {number} comes after round {last}")
+            raise BadValueError(f"{line.where}: {counter} {number} comes after {counter} {last}")
         yield line
         last = number
 
@@ -312,7 +324,8 @@ def _round(line: Fields) -> Round:
     return Round(line.whole("round"), columns, line.counts("ops"), line.counts("germinated"))
 
 
-def _change(line: Fields, env: int) -> StageEvent:
+def change_of(line: Fields, env: int) -> StageEvent:
+    """The change of stage in a line of `events.jsonl`."""
     return StageEvent(
         line.whole("step"),
         env,

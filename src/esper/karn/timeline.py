@@ -88,7 +88,7 @@ def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: 
     with new_figure(10.0, lanes + 0.6 + 2.0 + 0.25 * bool(title) + 0.65 * with_legend) as figure:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, lanes))
         _draw_accuracy(above, episode.accuracies, episode.control_accuracies)
-        _draw_lanes(below, slots, changes, run.steps, episode.alphas)
+        draw_lanes(below, slots, changes, run.steps, episode.alphas)
         for panic in (panic for panic in run.panics if panic.env == episode.env):
             for axis in (above, below):
                 axis.axvline(panic.step + 1, color=VERMILION, linestyle=(0, (2, 2)), linewidth=1.4)
@@ -111,9 +111,10 @@ def _draw_accuracy(axis: "Axes", accuracies: Sequence[float], control: Sequence[
     axis.tick_params(labelbottom=False)
 
 
-def _draw_lanes(
+def draw_lanes(
     axis: "Axes", slots: list[str], changes: list[StageEvent], steps: int, alphas: Mapping[str, Sequence[float]]
 ) -> None:
+    """One lane per slot: bars of stages, marks of births, commits and cuts, and alpha."""
     lane = {slot: index for index, slot in enumerate(reversed(slots))}
     for span in spans_of(changes, steps):
         extent = [(span.begin, span.end - span.begin)]

@@ -242,3 +242,42 @@ LOGS: Mapping[str, Log] = {
         ("round", "alarm", "severity"),
     ),
 }
+
+
+# -- the run of a Grower ----------------------------------------------------------------------------------------------
+
+
+def _of_one_model(name: str) -> SqlView:
+    """A view without the columns that are the same in all rows, because there is one model."""
+    view = VIEWS[name]
+    columns = {column: entry for column, entry in view.columns.items() if column not in _EPISODE}
+    columns |= {column: entry for column, entry in {**_GROWER_STEP, **_OUTCOME}.items() if column in columns}
+    return view._replace(columns=columns, sql=f"SELECT {', '.join(columns)} FROM ({view.sql})")
+
+
+_GROWER_STEP = {"step": ("INTEGER", "the step, from 1, as it was printed")}
+_OUTCOME = {"outcome": ("VARCHAR", "committed, pruned, or uncommitted: alive after the last step")}
+GROWER_VIEWS: Mapping[str, SqlView] = {
+    "steps": SqlView(
+        "A row per complete step of a Grower. Every other number of metrics.jsonl is a column too: timing_step_s …",
+        {
+            **_GROWER_STEP,
+            "accuracy": ("DOUBLE", "on the validation data, percent; NULL with a loss of your own"),
+            "loss": ("DOUBLE", "mean validation loss"),
+            "grown": ("BIGINT", "parameters of all seeds after the step"),
+        },
+        "FROM log.steps",
+    ),
+    "contributions": SqlView(
+        "A row per step and seed that is not committed: what silencing it would cost.",
+        {
+            **_GROWER_STEP,
+            "slot": ("VARCHAR", "where it is"),
+            "contribution": ("DOUBLE", "points of accuracy, or percent of a loss of your own"),
+            "error": ("DOUBLE", "its standard error"),
+        },
+        "FROM log.contributions",
+    ),
+    **{name: _of_one_model(name) for name in ("seeds", "stages", "panics")},
+}
+"""What statements about the run of a Grower see"""

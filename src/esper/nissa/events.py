@@ -4,6 +4,7 @@
 |---|---|---|
 | StageChanged, Panicked, SeedSuspected, EpisodeEnded | stage, panic, suspect, episode | `events.jsonl` |
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
+| GrowthFinished | finished | `events.jsonl` of a Grower, which also has stage and panic |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
 | RunBegun, RunResumed, RunEnded, CompileFailed | begun, resumed, ended, compile_failed | `sessions.jsonl` |
 
@@ -49,6 +50,15 @@ class Panicked(HostEvent):
 
     kind: ClassVar[str] = "panic"
     symptoms: list[str]
+
+
+@dataclass(frozen=True)
+class GrowthFinished(HostEvent):
+    """A Grower has finished its model."""
+
+    kind: ClassVar[str] = "finished"
+    kept: list[str]  # slots whose seeds are now part of the model
+    dropped: list[str]
 
 
 @dataclass(frozen=True)
