@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 
 from esper.leyline import BadValueError
 from esper.tolaria import HostFleet, get_task
+from esper.tolaria.data.dataset import is_present
 
 LIBRARIES = {
     "harness.py",
@@ -58,6 +59,7 @@ def test_help(
         ("gain_noise", ["--device", "cpu", "--members", "2", "--steps", "1"]),
         ("loop_throughput", ["--task", "digits_blind", "--hosts", "4", "--rounds", "1"]),
         ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
+        ("grower_cost", ["--pairs", "2", "--images", "32"]),
     ],
 )
 def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
@@ -190,6 +192,27 @@ def test_rank_correlations(benchmark: Callable[[str], ModuleType]) -> None:
     assert script.spearman(first, second) == pytest.approx(1 - 48 / 210)
     # Ties take their mean rank: 1.5 1.5 3 against 1 2 3 has a covariance of 1.5 and variances of 1.5 and 2.
     assert script.spearman(np.array([0.0, 0, 1]), np.arange(3.0)) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
+
+
+@pytest.mark.slow
+def test_speed_pairs(tmp_path: Path) -> None:
+    """This checkout against itself."""
+    root = str(BENCHMARKS.parent)
+    update = ["--job", "update", "--hosts", "4", "--steps", "3", "--pairs", "2", "--warm", "1"]
+    assert "median" in run_script("speed_pairs.py", tmp_path, root, root, *update, "--out", str(tmp_path))
+    measured = json.loads((tmp_path / "speed_pairs_update_cpu.json").read_text())
+    assert len(measured["old_seconds"]) == len(measured["new_seconds"]) == 2
+
+
+@pytest.mark.slow
+def test_how_seeds_learn(tmp_path: Path) -> None:
+    """All ways on both models."""
+    if not is_present("fashion_mnist"):
+        pytest.skip("Fashion-MNIST is not in the data directory")
+    options = ["--seeds", "1", "--epochs", "2", "--images", "200", "--out", str(tmp_path)]
+    assert "straight_through" in run_script("how_seeds_learn.py", tmp_path, *options)
+    scores = json.loads((tmp_path / "how_seeds_learn.json").read_text())
+    assert all(len(scores[model][way]) == 1 for model in ("cnn", "mlp") for way in ("none", "direct", "shadow"))
 
 
 def test_own_models(
