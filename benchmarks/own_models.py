@@ -330,6 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=None, help="by default as many as each model's recipe has")
     parser.add_argument("--samples", type=int, default=None, help="training images or characters; by default all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -340,12 +341,12 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = None if arguments.data_dir is None else str(arguments.data_dir)
     settings = Settings(arguments.epochs, arguments.samples, arguments.device, folder)
-    wanted = [(name, seed) for name in arguments.models for seed in range(arguments.seeds)]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    wanted = [(name, seed) for name in arguments.models for seed in seeds]
     cells = run_cells(wanted, settings, arguments.workers, arguments.keep)
-    models = {
-        name: summarise(name, [cells[name, seed] for seed in range(arguments.seeds)]) for name in arguments.models
-    }
-    write_result("own_models", {"settings": describe(settings), "models": models}, arguments.out)
+    models = {name: summarise(name, [cells[name, seed] for seed in seeds]) for name in arguments.models}
+    result: dict[str, Json] = {"settings": describe(settings), "seeds": list(seeds), "models": models}
+    write_result("own_models", result, arguments.out)
 
 
 if __name__ == "__main__":

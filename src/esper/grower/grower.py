@@ -7,7 +7,7 @@
     model = grower.finish()                  # the same object
 
 A step measures the model on validation data, and once more for each seed with that seed silenced. Then it moves timers,
-asks the policy, and carries out its actions. Seeds act from birth: their scale is zero, so the model's output does not
+asks the policy, and carries out its actions. Seeds act from birth: their output is zero then, so the model's does not
 jump, and they learn from the user's own loss.
 """
 

