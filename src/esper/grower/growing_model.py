@@ -139,8 +139,9 @@ def silence_by_last_layer(seed: nn.Module) -> None:
 
     The output is zero either way. Under a zero scale, the layers inside get no gradient at first and small ones for
     long, as their scale opens by one learning rate per minibatch. A zero layer under a scale of one learns at full rate
-    at once. In reduced runs of `benchmarks/own_models.py` (CPU, three seeds), this lowered the final test loss of the
-    GPT by 0.9 ± 0.4 % and that of the regression by 1.0 ± 0.7 %. Seeds that end in a norm or a nonlinearity keep the
+    at once. In reduced runs of `benchmarks/own_models.py` on a CPU, this lowered the final test loss of the regression
+    by 1.0 ± 0.2 % and raised the accuracy of the MLP by 0.4 ± 0.3 points (six seeds that were not used to choose it),
+    and lowered the loss of the GPT by 0.9 ± 0.4 % (three seeds). Seeds that end in a norm or a nonlinearity keep the
     zero scale: behind a zero norm, a ReLU would never open.
     """
     if (last := last_linear(seed)) is not None:
