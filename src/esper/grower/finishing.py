@@ -22,7 +22,9 @@ from esper.kasmina.slot import Role
 from esper.leyline import BadValueError, EsperError, SeedStage, StageError
 from esper.storage.files import replace_folder, sync_to_disk
 
-RTOL, ATOL = 1e-4, 1e-5  # of the check that the finished model computes the same
+TOLERANCE = {"cpu": 1e-4}
+"""Largest difference of the finished model, relative to its largest output. On a GPU, TF32 alone rounds by 1e-3."""
+TOLERANCE_ELSEWHERE = 1e-2
 
 
 class FinishError(EsperError, RuntimeError):
@@ -81,7 +83,8 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     for twin in averages:
         _finish_average(twin, module, keep)
     for mine, theirs in zip(_outputs(host, tap), before, strict=True):
-        if not torch.allclose(mine, theirs, rtol=RTOL, atol=ATOL, equal_nan=True):
+        limit = TOLERANCE.get(mine.device.type, TOLERANCE_ELSEWHERE) * theirs.abs().nan_to_num().max()
+        if bool(((mine - theirs).abs() > limit).any()):
             raise FinishError(
                 f"the finished model differs from the grown one by {float((mine - theirs).abs().max()):.2g}: one of "
                 f"the submodules {', '.join(keep)} runs its children in its own way; put the slot behind another one"
