@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from esper.kasmina.checkpoint import check_state
 from esper.kasmina.lifecycle import SeedState
-from esper.kasmina.slot import Isolation, SeedSlot
+from esper.kasmina.slot import SeedSlot
 from esper.leyline import LIVE_STAGES, CheckpointError, SlotSpec
-from esper.leyline.numbers import refuse
 from esper.leyline.records import Json, decode, encode, refuse_constant
 from esper.storage.stored import checkpoint_errors
 
@@ -43,7 +42,6 @@ class Structure:
     """What the state dict says besides weights."""
 
     version: int
-    isolation: Isolation
     slots: tuple[SavedSlot, ...]
     notes: dict[str, Json]
 
@@ -51,10 +49,9 @@ class Structure:
 class ModelSlots(nn.Module):
     """All slots of a model, in the order in which the data passes them."""
 
-    def __init__(self, host: nn.Module, isolation: Isolation) -> None:
+    def __init__(self, host: nn.Module) -> None:
         super().__init__()
         self._host = (host,)  # in a tuple, so that it is not registered as a child
-        self.isolation = isolation
         self.like: dict[str, str] = {}
         self.notes: dict[str, Json] = {}
         """What the grower must remember, as JSON"""
@@ -85,7 +82,7 @@ class ModelSlots(nn.Module):
         """Put empty slots behind submodules of the host."""
         for spec, like in slots:
             parameter = self.host.get_parameter(like)
-            slot = SeedSlot(spec, self.isolation).to(device=parameter.device, dtype=parameter.dtype)
+            slot = SeedSlot(spec).to(device=parameter.device, dtype=parameter.dtype)
             self.add_module(spec.slot_id.replace(".", "/"), slot)
             self.like[spec.slot_id] = like
             self.host.get_submodule(spec.slot_id).register_forward_hook(slot.hook)
@@ -125,21 +122,18 @@ class ModelSlots(nn.Module):
     def get_extra_state(self) -> Tensor:
         """The structure as bytes."""
         slots = tuple(SavedSlot(slot.spec, self.like[slot_id], slot.state) for slot_id, slot in self.items())
-        content = encode(Structure(VERSION, self.isolation, slots, self.notes))
+        content = encode(Structure(VERSION, slots, self.notes))
         return torch.frombuffer(bytearray(json.dumps(content, allow_nan=False).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, content: Tensor) -> None:
         """Become the saved structure. The weights are loaded after it."""
         saved = read_structure(content)
         present, wanted = [slot_id for slot_id, _ in self.items()], [entry.spec.slot_id for entry in saved.slots]
-        problems = {
-            f"the state dict has slots behind {wanted}, this model behind {present}: build the Grower with the same "
-            "slots": present not in ([], wanted),
-            f"the state dict was saved with mode {saved.isolation!r}, this Grower has {self.isolation!r}": (
-                saved.isolation != self.isolation
-            ),
-        }
-        refuse(problems, CheckpointError)
+        if present not in ([], wanted):
+            raise CheckpointError(
+                f"the state dict has slots behind {wanted}, this model behind {present}: "
+                "build the Grower with the same slots"
+            )
         if not present:
             self.install([(entry.spec, entry.like) for entry in saved.slots])
         for entry in saved.slots:

@@ -100,7 +100,7 @@ class Grower:
         self._host = host
         self._log = None if folder is None else RunLog(Path(folder))
         self._membership = Membership(optimizer, host)
-        self._slots = ModelSlots(host, "shadow")
+        self._slots = ModelSlots(host)
         self._slots.on_change = self._loaded
         adopt_earlier(self._slots)
         host.add_module(CHILD, self._slots)

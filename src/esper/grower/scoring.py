@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from esper.grower.container import ModelSlots
+from esper.kasmina.attach import gathering_statistics
 from esper.kasmina.compare import IGNORED, RowScore
 from esper.kasmina.slot import Role, Roles
 from esper.leyline import BadValueError
@@ -190,7 +191,7 @@ class RowRunner:
             return {}
         names = ("running_mean", "running_var", "num_batches_tracked")
         blank = {(norm, name): torch.zeros_like(getattr(norm, name)) for norm in norms for name in names}
-        with self._playing(roles), _swapped(blank), _cumulative(norms):
+        with self._playing(roles), _swapped(blank), gathering_statistics(norms, momentum=None):
             for args, kwargs, _ in self.tap.kept:
                 self.host(*args, **kwargs)
         return {(norm, name): value for (norm, name), value in blank.items() if name != names[-1]}
@@ -271,16 +272,3 @@ def _swapped(statistics: Statistics) -> Iterator[None]:
     finally:
         for (norm, name), value in before.items():
             norm._buffers[name] = value
-
-
-@contextmanager
-def _cumulative(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """Train norms so that their running statistics become the mean over batches."""
-    before = [(norm, norm.training, norm.momentum) for norm in norms]
-    try:
-        for norm in norms:
-            norm.training, norm.momentum = True, None
-        yield
-    finally:
-        for norm, mode, momentum in before:
-            norm.training, norm.momentum = mode, momentum

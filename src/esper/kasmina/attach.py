@@ -238,7 +238,7 @@ class HookedBody(Body):
         buffers = cloned_buffers(self)
         frozen = self._norms_in_eval() if self.training else self._frozen_norms
         norms = {name: norm for name, norm in self._norms().items() if name not in frozen}
-        with self._row(roles, train=False), _keeping_last_batch(norms.values()):
+        with self._row(roles, train=False), gathering_statistics(norms.values(), momentum=1.0):
             functional_call(self, buffers, (x,))
         names = [f"{name}.{statistic}" for name in norms for statistic in ("running_mean", "running_var")]
         return {name: buffers[name] for name in names}
@@ -294,13 +294,13 @@ def _mode(module: nn.Module, train: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _keeping_last_batch(norms: Collection[_NormBase]) -> Iterator[None]:
-    """Train norms with momentum 1, so that their running statistics become those of the batch."""
+def gathering_statistics(norms: Collection[_NormBase], momentum: float | None) -> Iterator[None]:
+    """Train norms: at momentum 1 they keep the statistics of the last batch, at None the mean over batches."""
     before = [(norm, norm.training, norm.momentum) for norm in norms]
     try:
         for norm in norms:
-            norm.training, norm.momentum = True, 1.0
+            norm.training, norm.momentum = True, momentum
         yield
     finally:
-        for norm, mode, momentum in before:
-            norm.training, norm.momentum = mode, momentum
+        for norm, mode, own in before:
+            norm.training, norm.momentum = mode, own
