@@ -1,8 +1,8 @@
 """A user's optimizer follows the seeds: their parameters join its groups at birth and leave them at death.
 
 No group is added or removed, so schedulers, gradient scalers and clipping do not notice. A seed's weights join the
-group that holds the weights of the submodule in front of the slot; its norms and biases join the group that holds the
-norms and biases there. State and settings of all other parameters stay as they are.
+group of the weights of the submodule in front of the slot. Its norms and biases join the group of the norms and biases
+there. State and settings of all other parameters stay as they are.
 """
 
 from collections.abc import Iterable, Mapping

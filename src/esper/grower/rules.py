@@ -38,7 +38,7 @@ def heuristic(report: GrowthReport) -> list[Action]:
 
 
 def _judge(seed: SeedReport, trial: int, left: int) -> str | None:
-    """Commit a seed whose contribution exceeds its error, prune one that harms; None to go on."""
+    """Commit a seed whose contribution exceeds its error, prune one that harms; None to wait."""
     if seed.stage is not SeedStage.HOLDING or seed.contribution is None:
         return None
     if left <= ENDING and seed.contribution.value > 0:

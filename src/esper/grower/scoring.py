@@ -1,7 +1,7 @@
 """Scores of a user's model on batches of validation data: of the network itself, and of rows without a seed.
 
-Rows that are compared have normalisation statistics of their own, from the last training inputs: the layers behind a
-seed have adapted their running statistics to it, so silencing it would otherwise overstate its contribution.
+Rows that are compared have their own normalisation statistics, from the last training inputs. The layers behind a seed
+have adapted their running statistics to it. With those, silencing the seed would overstate its contribution.
 """
 
 import sys
