@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_docs import PAGES, commands_of, name_of
+from torch import nn
 
+import esper
 from esper.cli import main
 from esper.tolaria import TaskRegistry
 
@@ -54,8 +57,25 @@ def test_reduced() -> None:
     assert reduced(["esper", "tasks"]) == ["tasks"]
 
 
+def grow(folder: str) -> None:
+    """A run folder of a Grower, with two seeds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(32, 8), torch.arange(32) % 2
+    grower = esper.Grower(model, optimizer, budget=2_000, steps=8, folder=folder)
+    for _ in range(8):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        grower.step([batch])
+    grower.finish()
+
+
 def provide(words: list[str]) -> None:
     """What a page takes for granted: a run to look at, another evaluation, a default folder that is free."""
+    if not Path("runs/mine").exists() and "runs/mine" in words:
+        grow("runs/mine")
     if not Path("runs/first").exists() and "runs/first" in " ".join(words) and "--out" not in words:
         main(reduced(FIRST))
     for name in words[words.index("--evaluation") + 1 :] if "--evaluation" in words else []:

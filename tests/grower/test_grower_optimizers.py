@@ -103,6 +103,19 @@ def test_births_and_deaths_disturb_nobody(name: str, schedule: str) -> None:
         assert bool(seeds) == (epoch in (0, 1))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_birth_before_the_first_update(name: str) -> None:
+    """A seed may be born while no parameter has any state yet."""
+    torch.manual_seed(0)
+    model = BlindCNN()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    grower = Grower(model, optimizer, budget=2000, steps=8, policy=plan((1, "stage1", "conv_light")))
+    model(DATA[0][:50])
+    grower.step(loader(VALIDATION))
+    train_epoch(model, optimizer, DATA)
+    assert all(bool(p.any()) for p in getattr(model, CHILD).parameters())
+
+
 def test_seeds_join_the_groups_of_their_neighbours() -> None:
     """Weights that of the weights, norms and biases that of the norms and biases."""
     torch.manual_seed(0)

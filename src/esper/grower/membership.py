@@ -57,10 +57,15 @@ class Membership:
             group["params"][:] = parameters  # the list itself stays: a wrapper may hold it
             if own_names:
                 group["param_names"][:] = [*own_names, *(names[id(p)] for p in parameters[len(own) :])]
-            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
+            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and self._has_momentum(own):
                 # Fused SGD wants a buffer for all parameters or for none. From zero, the first step is the same.
                 for parameter in parameters[len(own) :]:
                     self.optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+    def _has_momentum(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether SGD has stepped some of these with momentum."""
+        state = self.optimizer.state
+        return any(state[p].get("momentum_buffer") is not None for p in parameters if p in state)
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates a parameter."""
