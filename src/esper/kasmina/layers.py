@@ -147,13 +147,15 @@ class Conv2d(Layer):
         stored, rows = x.permute(STORED["cuda"]), weight.shape[0]  # channels are the last axis of memory
         if self.kernel_size == 1 and self.groups == 1:
             return mix_channels(stored, weight.flatten(2)).permute(BACK["cuda"])
-        size, marks = max(self.inputs, self.outputs), weight.new_zeros(rows)
+        groups, size = rows * self.groups, max(self.inputs, self.outputs) // self.groups
         if self.inputs != self.outputs:
             weight = F.pad(weight, (0, 0, 0, 0, 0, size - self.inputs, 0, size - self.outputs))
-        finite = resize_channels(stored, size, marks).permute(BACK["cuda"])
-        weight = weight + marks[:, None, None, None, None]
-        y = unfold_rows(same_conv(fold_rows(finite), weight.flatten(0, 1), rows * self.groups), rows)
-        return resize_channels(y.permute(STORED["cuda"]), self.outputs).permute(BACK["cuda"])
+        marks = weight.new_zeros(2, groups)
+        finite = resize_channels(stored.unflatten(-1, (self.groups, -1)).flatten(-3, -2), size, marks[0])
+        kernels = weight.flatten(0, 1).unflatten(0, (groups, size))
+        y = same_conv(finite.flatten(-2).permute(0, 3, 1, 2), kernels, marks)
+        y = y.permute(0, 2, 3, 1).unflatten(-1, (rows, size * self.groups))
+        return resize_channels(y, self.outputs).permute(BACK["cuda"])
 
 
 class Linear(Layer):

@@ -255,37 +255,49 @@ class _SameConv(torch.autograd.Function):
     kernels turned round and channels exchanged: cuDNN's own runs group by group at some widths."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.groups = groups
-        return torch.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=groups)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, marks: Tensor) -> Tensor:
+        kernels = _marked(weight, marks[0])
+        ctx.save_for_backward(x, kernels, marks)
+        return torch.conv2d(x, kernels, padding=kernels.shape[-1] // 2, groups=len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        pad, groups, width = weight.shape[-1] // 2, ctx.groups, weight.shape[1]
+        x, kernels, marks = ctx.saved_tensors
+        pad, groups, width = kernels.shape[-1] // 2, marks.shape[1], kernels.shape[1]
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         to_x = to_weight = None
         if ctx.needs_input_grad[1]:
             _, to_weight, _ = torch.ops.aten.convolution_backward(
-                gradient, x, weight, None, [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, [False, True, False]
+                gradient, x, kernels, None, [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, [False, True, False]
             )
+            to_weight = to_weight.unflatten(0, (groups, width))
         if ctx.needs_input_grad[0]:
-            marks = gradient.new_zeros(groups)
-            finite = resize_channels(gradient.permute(0, 2, 3, 1).unflatten(-1, (groups, width)), width, marks)
-            turned = (weight.unflatten(0, (groups, width)) + marks[:, None, None, None, None]).transpose(1, 2)
-            turned = turned.flatten(0, 1).flip(2, 3).contiguous(memory_format=torch.channels_last)
-            to_x = torch.conv2d(finite.flatten(-2).permute(0, 3, 1, 2), turned, padding=pad, groups=groups)
+            finite = resize_channels(gradient.permute(0, 2, 3, 1).unflatten(-1, (groups, width)), width, marks[1])
+            turned = kernels.unflatten(0, (groups, width)).transpose(1, 2).flip(3, 4)
+            to_x = torch.conv2d(
+                finite.flatten(-2).permute(0, 3, 1, 2), _marked(turned, marks[1]), padding=pad, groups=groups
+            )
         return to_x, to_weight, None
 
 
-def same_conv(x: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """x (B, G·C, H, W), finite, weight (G·C, C, k, k) with odd k. Gradients may be anything.
+def _marked(weight: Tensor, marks: Tensor) -> Tensor:
+    """weight (G, O, I, k, k) plus marks (G,), as the kernels (G·O, I, k, k) of a convolution, channels last.
+
+    cuDNN would copy kernels into that layout anyway, so the marks cost nothing."""
+    groups, outputs, inputs, *side = weight.shape
+    kernels = weight.new_empty(groups, outputs, *side, inputs).permute(0, 1, 4, 2, 3)
+    torch.add(weight, marks[:, None, None, None, None], out=kernels)
+    return kernels.flatten(0, 1)
+
+
+def same_conv(x: Tensor, weight: Tensor, marks: Tensor) -> Tensor:
+    """x (B, G·C, H, W), finite, weight (G, C, C, k, k) with odd k. Gradients may be anything.
 
     cuDNN multiplies a group's channels with the zeros between the groups' weights too, and 0 · NaN is NaN. So what a
-    convolution reads must be finite; a NaN in the weights stays in its group.
+    convolution reads must be finite; a NaN in the weights stays in its group. `marks` (2, G) are NaN where x was not
+    finite before, else 0; the second line is for the gradient, and zero.
     """
-    return _SameConv.apply(x, weight, groups)  # type: ignore[no-any-return, no-untyped-call]
+    return _SameConv.apply(x, weight, marks)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
