@@ -22,6 +22,7 @@ import torch
 from harness import RESULTS, Json, print_table, spread, write_result
 from one_seed import Plan, grow, unlimited
 
+from esper.leyline import gain_over, relative_gain
 from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.tasks import GAINS_FILE
 
@@ -41,14 +42,15 @@ class Job(NamedTuple):
 
 
 def run(job: Job) -> float:
-    """Final validation accuracy of one episode."""
+    """Final validation accuracy of one episode, or by how many percent its loss is below that of guessing."""
     torch.set_num_threads(1)
     task = _with_defect(unlimited(get_task(job.task)), job.defect)
     batches = task.load_batches(job.data_dir, job.device)
     plan = None
     if job.slot_id is not None and job.blueprint is not None:
         plan = Plan(job.slot_id, job.blueprint, task.steps // GERMINATE_SHARE)
-    return grow(task, batches, job.rng_seed, plan).validate().main.accuracy
+    main = grow(task, batches, job.rng_seed, plan).validate().main
+    return relative_gain(task.random_guess_loss, main.loss) if task.by_loss else main.accuracy
 
 
 def _with_defect(task: Task, defect: str) -> Task:
@@ -102,7 +104,8 @@ def report(task: Task, defect: str, found: dict[Job, float]) -> dict[str, Json]:
     gains: dict[tuple[str, str], list[float]] = {}
     for job, accuracy in found.items():
         if job.defect == defect and job.slot_id is not None and job.blueprint is not None:
-            gains.setdefault((job.slot_id, job.blueprint), []).append(accuracy - controls[job.rng_seed])
+            gain = gain_over(controls[job.rng_seed], accuracy, by_loss=task.by_loss)
+            gains.setdefault((job.slot_id, job.blueprint), []).append(gain)
     title = f"{task.name}, hosts with defect {defect}: host alone {spread(list(controls.values()))} %"
     names = task.slot_config.blueprint_names
     print_table(

@@ -110,7 +110,8 @@ class LoneHost:
         """Main row, auditions, contributions."""
         inputs, targets = self.batches.validation()
         calibration = self.batches.calibration(self.task.calibration_size)
-        return self.model.measure(self.cast(inputs), targets, self.cast(calibration))
+        by_loss = self.task.by_loss
+        return self.model.measure(self.cast(inputs), targets, self.cast(calibration), by_loss=by_loss)
 
     def tick(self) -> None:
         """End the step."""

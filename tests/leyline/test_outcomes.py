@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.leyline import Measurement, mean_of, objective, relative_gain, rent
+from esper.leyline import Measurement, gain_over, mean_of, objective, relative_gain, rent
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,11 @@ def test_rent_of_tensors(dtype: torch.dtype) -> None:
         assert rent(added, divisor, 1.5).dtype == gain.dtype
         assert torch.equal(rent(added, divisor, 1.5), expected)
         assert torch.equal(objective(gain, added, divisor, 1.5), gain - expected)
+
+
+def test_gain_over_a_control() -> None:
+    """By accuracy 60 − 50 = 10. By loss: 2 and 1.5 are 20 and 40 % below a guess of 2.5; (2 − 1.5) / 2 = 25 %."""
+    assert gain_over(50.0, 60.0) == 10.0
+    control, score = (relative_gain(2.5, loss) for loss in (2.0, 1.5))
+    assert [control, score] == pytest.approx([20, 40])
+    assert gain_over(control, score, by_loss=True) == pytest.approx(relative_gain(2.0, 1.5)) == pytest.approx(25)

@@ -12,7 +12,7 @@ import pytest
 
 from esper.leyline import MissingPackageError
 from esper.leyline.progress import progress_bar
-from esper.nissa import AlarmRaised, Hub, RoundMeasured, Sink, SinkSettings
+from esper.nissa import AlarmRaised, CompileFailed, Hub, RoundMeasured, Sink, SinkSettings
 from esper.nissa.sinks import ConsoleSink, TensorBoardSink, WandbSink
 
 VALUES = {"objective": 1.234, "committed": 0.5, "reward": {"gain": 2.0}, "ppo/max_kl": 0.2, "timing": {"update_s": 3}}
@@ -20,7 +20,8 @@ ROUND = RoundMeasured(3, VALUES)
 NUMBERS = {"objective": 1.234, "committed": 0.5, "reward/gain": 2.0, "ppo/max_kl": 0.2, "timing/update_s": 3.0}
 BEGINS = AlarmRaised("kl_spike", "warning", 3, "", False, 0.2, 0.15, "joint KL is 0.2", "lower the rate")
 ENDS = AlarmRaised("entropy_collapse", "info", 3, "slot", True, 0.2, 0.02, "over", "")
-EVENTS = (ROUND, BEGINS, ENDS)
+HIDDEN = CompileFailed("2026-01-01T00:00:00", 3, "no compiler")  # only the log has it
+EVENTS = (ROUND, BEGINS, HIDDEN, ENDS)
 CONFIG = {"task": "digits", "ppo": {"gamma": 1.0}}
 
 

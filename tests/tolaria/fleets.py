@@ -51,6 +51,7 @@ GPT_TASK = replace(
     batch=8,
     calibration_size=16,
     budget=5_000,
+    score="accuracy",
 )
 
 

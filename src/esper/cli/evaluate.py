@@ -24,11 +24,12 @@ from esper.simic.evaluation.results import overall_mean
 from esper.simic.evaluation.statistics import Claim
 from esper.simic.training.run_folder import git_hash
 from esper.storage.files import check_writable, replace_file, storage_errors
+from esper.tolaria import get_task
 
 
 def policy_table(comparison: TaskComparison) -> Table:
     """A row per policy: means over hosts and training seeds."""
-    names, rows = short_names(comparison.policies), []
+    names, rows, task = short_names(comparison.policies), [], get_task(comparison.config.task)
     for name, results in comparison.policies.items():
         row = {"policy": names[name], "objective": f"{overall_mean(results, 'objective'):+.2f}"}
         for rho in OTHER_RHOS:
@@ -39,8 +40,8 @@ def policy_table(comparison: TaskComparison) -> Table:
         if (share := comparison.share_of_oracle(name)) is not None:
             row["of\noracle"] = f"{share:.0%}"
         row |= {
-            "accuracy\n%": f"{overall_mean(results, 'accuracy'):.1f}",
-            "gain": f"{overall_mean(results, 'gain'):+.2f}",
+            "score\n%" if task.by_loss else "accuracy\n%": f"{overall_mean(results, 'accuracy'):.1f}",
+            "gain": f"{fmean(v for result in results for v in result.gains(task)):+.2f}",
             "added\nparameters": f"{overall_mean(results, 'added_params'):.0f}",
             "commits": f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
             "cost": f"{overall_mean(results, 'cost'):.1f}×" if results[0].cost else "",
@@ -201,9 +202,10 @@ def draw(report: EvaluationReport, path: Path) -> None:
     figure = Figure(figsize=(6.0 * len(report.tasks), 4.5), layout="constrained")
     panels = figure.subplots(1, len(report.tasks), squeeze=False)[0]
     for panel, comparison in zip(panels, report.tasks.values(), strict=True):
-        names = short_names(comparison.policies)
+        names, task = short_names(comparison.policies), get_task(comparison.config.task)
         for number, (name, results) in enumerate(comparison.policies.items()):
-            added, gain = ([v for result in results for v in getattr(result, c)] for c in ("added_params", "gain"))
+            added = [parameters for result in results for parameters in result.added_params]
+            gain = [points for result in results for points in result.gains(task)]
             colour = f"C{number % 10}"
             panel.plot(added, gain, ".", color=colour, alpha=0.25, markersize=5)
             style = {"color": colour, "markersize": 10, "markeredgecolor": "black", "label": names[name]}

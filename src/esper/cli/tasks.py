@@ -31,8 +31,9 @@ class TasksCommand:
                     console.print(_cells(task, gains))
         if not self.names:
             console.print(
-                "Gains are points of validation accuracy over the host alone for one seed grown in mid-training, mean "
-                "of several repeats; `esper tasks NAME` shows every slot and blueprint."
+                "Gains are points of validation accuracy over the host alone (of tasks scored by loss, percent of its "
+                "loss) for one seed grown in mid-training, mean of several repeats; `esper tasks NAME` shows every "
+                "slot and blueprint."
             )
 
 

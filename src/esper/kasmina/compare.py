@@ -6,6 +6,7 @@ the main one, is calibrated by one train-mode forward pass over the same trainin
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,10 @@ class RowScore(NamedTuple):
         """Mean loss."""
         return float(self.losses.double().mean())
 
+    def part(self, predictions: slice) -> "RowScore":
+        """The results of some of the predictions."""
+        return RowScore(None if self.correct is None else self.correct[predictions], self.losses[predictions])
+
 
 class PairedDifference(NamedTuple):
     """A seed's effect in points and in loss; positive is better."""
@@ -101,8 +106,10 @@ class Comparison(NamedTuple):
 
 
 @torch.no_grad()
-def score_row(body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None) -> RowScore:
-    """Score one row, calibrated on training inputs or, with None, by the running statistics."""
+def score_row(
+    body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration: Tensor | None, *, by_loss: bool = False
+) -> RowScore:
+    """Score one row, calibrated on training inputs or, with None, by the running statistics. `by_loss`: no accuracy."""
     statistics = None if calibration is None else body.calibrate(calibration, roles)
     correct, losses = [], []
     for inputs, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -118,22 +125,20 @@ def score_row(body: Body, x: Tensor, targets: Tensor, roles: Roles, calibration:
             )
         correct.append(logits.argmax(-1) == classes)
         losses.append(F.cross_entropy(logits, classes.long(), reduction="none"))
-    return RowScore(torch.cat(correct), torch.cat(losses))
+    return RowScore(None if by_loss else torch.cat(correct), torch.cat(losses))
 
 
-def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor) -> Comparison:
+def compare(body: Body, x: Tensor, targets: Tensor, calibration: Tensor, *, by_loss: bool = False) -> Comparison:
     """Audition every TRAINING seed and silence every acting one, against the main row."""
     _check_inputs(x, targets, calibration)
-    main = score_row(body, x, targets, {}, calibration)
-    deployed = score_row(body, x, targets, {}, None)
+    score = partial(score_row, body, x, targets, by_loss=by_loss)
+    main, deployed = score({}, calibration), score({}, None)
     comparison = Comparison(main, deployed, {}, {})
     for slot_id, slot in body.slot_items():
         if slot.state.stage is SeedStage.TRAINING:
-            row = score_row(body, x, targets, {slot_id: Role.SHADOW}, calibration)
-            comparison.auditions[slot_id] = paired_difference(row, main)
+            comparison.auditions[slot_id] = paired_difference(score({slot_id: Role.SHADOW}, calibration), main)
         elif slot.state.stage in ACTIVE_STAGES:
-            row = score_row(body, x, targets, {slot_id: Role.SILENT}, calibration)
-            comparison.contributions[slot_id] = paired_difference(main, row)
+            comparison.contributions[slot_id] = paired_difference(main, score({slot_id: Role.SILENT}, calibration))
     return comparison
 
 

@@ -135,13 +135,14 @@ class MorphogeneticModel(nn.Module):
         return losses
 
     @torch.no_grad()
-    def measure(self, x: Tensor, targets: Tensor, calibration: Tensor) -> Comparison:
+    def measure(self, x: Tensor, targets: Tensor, calibration: Tensor, *, by_loss: bool = False) -> Comparison:
         """Measure auditions of TRAINING seeds and contributions of acting ones, and record them in their states.
 
-        `calibration` holds training inputs (512 are enough) that set each row's normalisation statistics.
+        `calibration` holds training inputs (512 are enough) that set each row's normalisation statistics. Effects are
+        points of accuracy or, `by_loss`, percent of the loss.
         """
         with torch.compiler.set_stance("force_eager"):  # a row that runs once is not worth a graph
-            comparison = compare(self.body, x, targets, calibration)
+            comparison = compare(self.body, x, targets, calibration, by_loss=by_loss)
         for slot_id, slot in self.body.slot_items():
             if slot_id in comparison.auditions:
                 slot.settle(lifecycle.record_audition(slot.state, comparison.auditions[slot_id].points))

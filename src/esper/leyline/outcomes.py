@@ -27,9 +27,18 @@ def objective(gain: Number, added: Number, host: Number | float, rho: float = RH
     return gain - rent(added, host, rho)
 
 
-def relative_gain(control_loss: Number, loss: Number) -> Number:
+def relative_gain(control_loss: Number | float, loss: Number) -> Number:
     """Gain in points of tasks that are scored by loss: 100 · (control_loss − loss) / control_loss."""
     return 100 * (control_loss - loss) / control_loss
+
+
+def gain_over(control: Number, score: Number, *, by_loss: bool = False) -> Number:
+    """Gain in points of a score over its control's. Scores are accuracies in percent.
+
+    By loss they are `relative_gain(guess, loss)`, percent below the loss of guessing. Then the gain is
+    `relative_gain(control_loss, loss)`, in which the loss of guessing cancels.
+    """
+    return 100 * (score - control) / (100 - control) if by_loss else score - control
 
 
 class Measurement(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, UnknownNameError, derive_seed, head_preset, objective
+from esper.leyline import BadValueError, UnknownNameError, derive_seed, gain_over, head_preset, objective
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
@@ -292,7 +292,8 @@ class Trials:
 
 def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:
     accuracy, control, added = (column.double() for column in hardened(result))
-    return objective(accuracy - control, added, runner.fleet.task.host_parameters)
+    gain = gain_over(control, accuracy, by_loss=result.by_loss)
+    return objective(gain, added, runner.fleet.task.host_parameters)
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:

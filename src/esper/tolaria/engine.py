@@ -72,7 +72,7 @@ class HostTrainer:
 
     def validate(self) -> Comparison:
         """Score main row, auditions and contributions on the validation set, and record them in the seeds' states."""
-        return self.model.measure(*self._validation, self._calibration)
+        return self.model.measure(*self._validation, self._calibration, by_loss=self.task.by_loss)
 
     def tick(self) -> tuple[StageChange, ...]:
         """End the step."""

@@ -19,7 +19,7 @@ from esper.kasmina import Host, LifecycleConfig, MorphogeneticModel, SeedState, 
 from esper.kasmina.compare import Comparison, RowScore
 from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
-from esper.leyline import BadValueError, SlotConfig, StageChange, derive_seed
+from esper.leyline import BadValueError, SlotConfig, StageChange, derive_seed, relative_gain
 from esper.leyline.numbers import require_known
 from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
 from esper.tolaria.batches import Batches, Samples
@@ -246,7 +246,9 @@ class HostFleet:
         return ValidationMemory(self, self.batches.validation(), calibration)
 
     def points(self, rows: Sequence[RowScore]) -> Tensor:
-        """Accuracy (rows,) in percent, on the device."""
+        """Accuracy (rows,) in percent, or percent below the loss of guessing, on the device."""
+        if self.task.by_loss:
+            return relative_gain(self.random_guess_loss, torch.stack([row.losses for row in rows]).float().mean(1))
         return 100 * torch.stack([row.hits for row in rows]).float().mean(1)
 
     def govern(self, comparisons: Sequence[Comparison]) -> list[Panic]:

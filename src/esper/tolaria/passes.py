@@ -67,7 +67,8 @@ def score_rows(
     chunks = zip(samples.inputs.split(chunk), samples.targets.split(chunk), strict=True)
     scores = [score(fleet, rows, Samples(*part), statistics) for part in chunks]
     correct, losses = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
-    return [RowScore(*row) for row in zip(correct, losses, strict=True)]
+    by_loss = fleet.task.by_loss
+    return [RowScore(None if by_loss else hits, row) for hits, row in zip(correct, losses, strict=True)]
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> Tensor:

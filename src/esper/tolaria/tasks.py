@@ -20,6 +20,7 @@ from esper.tolaria.data import ImageData, TextData, load
 
 Defect = Literal["none", "blind", "blind_first_slot_cut"]
 OptimiserKind = Literal["sgd", "adamw"]
+Score = Literal["accuracy", "loss"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Task:
     calibration_size: int = 512
     defects: tuple[Defect, ...] = ("none",)  # possible ones; each host draws its own
     budget: int | None = None  # parameters that may be grown; None: four times the host
+    score: Score = "accuracy"  # what counts as a gain: points of accuracy, or percent of the control's loss
 
     def __post_init__(self) -> None:
         for name in ("classes", "steps", "batches_per_step", "batch", "validation_size", "calibration_size"):
@@ -70,6 +72,7 @@ class Task:
             raise BadValueError(f"task {self.name!r} needs at least one slot and one kind of host ('none')")
         for defect in self.defects:
             require_known("defect", defect, get_args(Defect))
+        require_known("score", self.score, get_args(Score))
 
     @property
     def random_guess_loss(self) -> float:
@@ -77,9 +80,14 @@ class Task:
         return math.log(self.classes)
 
     @property
+    def by_loss(self) -> bool:
+        """Whether hosts are scored by loss, as percent below the loss of guessing, instead of accuracy."""
+        return self.score == "loss"
+
+    @property
     def chance_accuracy(self) -> float:
-        """Percent right by guessing."""
-        return 100.0 / self.classes
+        """The score of guessing, in percent."""
+        return 0.0 if self.by_loss else 100.0 / self.classes
 
     @cached_property
     def host_parameters(self) -> int:
@@ -250,6 +258,7 @@ for _task in (
         batch=32,
         validation_size=100_000,
         optimiser=OptimiserConfig(kind="adamw", rate=2e-3, weight_decay=0.01),
+        score="loss",
     ),
 ):
     TaskRegistry.register(_task)

@@ -12,7 +12,7 @@ import torch
 
 from esper.cli import main
 from esper.kasmina import CNNHost
-from esper.leyline import BadValueError, EsperError, UnknownNameError
+from esper.leyline import BadValueError, EsperError, UnknownNameError, rent
 from esper.simic.evaluation import workers
 from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparisons
@@ -146,7 +146,7 @@ def test_the_oracle_is_what_others_are_a_share_of(monkeypatch: pytest.MonkeyPatc
     def oracle(arena: object, seeds: list[int]) -> tuple[Result, list[Plan]]:
         asked.append(list(seeds))
         fossils = [[Fossil("r1c0", "depthwise")], []]
-        return Result.scored(390, [44.0, 40.0], [40.0, 40.0], [390, 0], fossils), [Plan(), Plan()]
+        return Result.scored(get_task(NAME), [44.0, 40.0], [40.0, 40.0], [390, 0], fossils), [Plan(), Plan()]
 
     monkeypatch.setattr(workers, "run_oracle", oracle)
     found = compare(["random-commit", "oracle"]).tasks[NAME]
@@ -214,17 +214,21 @@ def test_figures_by_kind() -> None:
     sound = next(seed for seed in seeds if task.defect_of(seed) == "none")
     first, second = Fossil("r1c0", "depthwise"), Fossil("r1c1", "depthwise")
     tenth = task.host_parameters // 10
-    one = Result([30.0, -0.5], [70.0, 98.0], [39.0, 98.0], [64, tenth], [[first, second], [second]])
-    two = Result([28.0, 0.5], [68.0, 99.0], [39.0, 98.0], [64, 0], [[first], []])
+    small, large = (rent(float(added), task.host_parameters) for added in (64, tenth))
+    one = Result([31 - small, -large], [70.0, 98.0], [39.0, 98.0], [64, tenth], [[first, second], [second]])
+    two = Result([29 - small, 1.0], [68.0, 99.0], [39.0, 98.0], [64, 0], [[first], []])
     found = by_kind(task, [blind, sound], [one, two])
     assert list(found) == ["blind", "none"], "in the order of the task, and only kinds that are there"
-    assert (found["blind"].hosts, found["blind"].objective, found["blind"].gain) == (1, 29.0, 30.0)
+    assert found["blind"].hosts == 1
+    assert found["blind"].objective == pytest.approx(30 - small)
+    assert found["blind"].gain == pytest.approx(30.0), "(31 + 29) / 2, before rent"
     assert found["blind"].slots == pytest.approx({"r1c0": 2 / 3, "r1c1": 1 / 3, "r1c2": 0.0})
     assert found["blind"].commits == 1.5
     assert found["blind"].right_slot == "r1c0"
     assert found["blind"].right_slot_share == pytest.approx(2 / 3)
     assert found["none"].added_share == pytest.approx(0.05, rel=0.02)
-    assert (found["none"].gain, found["none"].right_slot, found["none"].right_slot_share) == (0.5, None, None)
+    assert found["none"].gain == pytest.approx(0.5)
+    assert (found["none"].right_slot, found["none"].right_slot_share) == (None, None)
     (nothing,) = by_kind(task, [blind], [Result([0.0], [39.0], [39.0], [0], [[]])]).values()
     assert (nothing.slots, nothing.right_slot_share) == ({}, None)
 

@@ -52,7 +52,8 @@ def test_its_figures_are_those_of_the_replayed_plan(small: Task, final: bool) ->
         assert result.control_accuracy[number] == pytest.approx(percent(runner, 1, SCORED))
         assert result.added_params[number] == int(end.fossil_parameters[0])
         rent = 2 * float(torch.log2(1 + end.fossil_parameters[0] / small.host_parameters))
-        assert result.objective[number] == pytest.approx(result.gain[number] - rent, abs=1e-5)
+        gain = result.accuracy[number] - result.control_accuracy[number]
+        assert result.objective[number] == pytest.approx(gain - rent, abs=1e-5)
         promised = percent(runner, 0, CHOOSING) - percent(runner, 1, CHOOSING) - rent
         assert promised > 0 or not plan.seeds
         assert len(result.commits[number]) == (result.added_params[number] > 0)
@@ -75,7 +76,8 @@ class Staged:
         nothing = [False] * len(self.control)
         rows = [row_of(self.right.get(index, nothing)) for index in range(len(plans))]
         rows.append(row_of(self.control))
-        runner = SimpleNamespace(groups=groups, committed=rows * len(seeds))
+        fleet = SimpleNamespace(points=lambda rows: torch.tensor([row.accuracy for row in rows]))
+        runner = SimpleNamespace(groups=groups, committed=rows * len(seeds), fleet=fleet)
         counts = [float(self.parameters.get(index, 0)) for index in range(len(plans))]
         result = SimpleNamespace(fossil_parameters=torch.tensor(counts * len(seeds)))
         values = measure(runner, result)  # type: ignore[arg-type]  # staged

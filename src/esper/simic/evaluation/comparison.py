@@ -82,7 +82,7 @@ def _summary(task: Task, kind: str, hosts: list[int], results: Sequence[Result])
     return KindSummary(
         hosts=len(hosts),
         objective=mean("objective"),
-        gain=mean("gain"),
+        gain=fmean(gains[host] for gains in (result.gains(task) for result in results) for host in hosts),
         added_share=mean("added_params") / task.host_parameters,
         commits=total / (len(hosts) * len(results)),
         slots={slot_id: fossils[slot_id] / total for slot_id in task.slot_ids} if total else {},

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import OTHER_RHOS, objective
+from esper.leyline import OTHER_RHOS, gain_over, objective, rent
+from esper.tolaria import Task
 
 
 class Fossil(NamedTuple):
@@ -30,7 +31,7 @@ class Result:
     """One policy on all hosts; lists over hosts."""
 
     objective: list[float]
-    accuracy: list[float]  # of the hardened hosts, percent
+    accuracy: list[float]  # of the hardened hosts, percent; of tasks by loss, percent below the loss of guessing
     control_accuracy: list[float]
     added_params: list[int]
     fossils: list[list[Fossil]]
@@ -40,7 +41,7 @@ class Result:
     @classmethod
     def scored(
         cls,
-        host_parameters: int,
+        task: Task,
         accuracy: Tensor | Sequence[float],
         control: Tensor | Sequence[float],
         added: Tensor | Sequence[float],
@@ -51,7 +52,7 @@ class Result:
         percent, baseline, grown = (
             torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (accuracy, control, added)
         )
-        gain = percent - baseline
+        gain, host_parameters = gain_over(baseline, percent, by_loss=task.by_loss), task.host_parameters
         return cls(
             objective(gain, grown, host_parameters).tolist(),
             percent.tolist(),
@@ -67,10 +68,10 @@ class Result:
         """`slot/blueprint` of every fossil."""
         return [[fossil.name for fossil in fossils] for fossils in self.fossils]
 
-    @property
-    def gain(self) -> list[float]:
-        """Points over the control."""
-        return [accuracy - control for accuracy, control in zip(self.accuracy, self.control_accuracy, strict=True)]
+    def gains(self, task: Task) -> list[float]:
+        """Points over the control: the objective before rent."""
+        pairs = zip(self.objective, self.added_params, strict=True)
+        return [value + rent(float(added), task.host_parameters) for value, added in pairs]
 
     @property
     def cost(self) -> list[float]:

@@ -104,7 +104,7 @@ def run_job(job: Job) -> list[Result]:
         ]
         for env in runner.groups.envs
     ]
-    result = Result.scored(arena.task.host_parameters, *end, fossils, meter.cost())
+    result = Result.scored(arena.task, *end, fossils, meter.cost())
     return [result.part(slice(index, width * len(job.hosts), width)) for index in range(width)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import AlphaController, CNNHost, GPTHost, Host
-from esper.leyline import BadValueError, SeedStage, objective
+from esper.leyline import BadValueError, SeedStage, gain_over, objective
 from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.results import Fossil, Result
@@ -24,7 +24,7 @@ def retrain(arena: Arena, seeds: Sequence[int], base: Result) -> Result:
     """Train a policy's hosts from scratch, with every fossil in place from the first minibatch."""
     accuracy, work = _train(arena, arena.task, seeds, base.fossils)
     control, added = base.control_accuracy, base.added_params
-    return Result.scored(arena.task.host_parameters, accuracy, control, added, base.fossils, work)
+    return Result.scored(arena.task, accuracy, control, added, base.fossils, work)
 
 
 def install(fleet: HostFleet, env: int, fossils: Sequence[Fossil]) -> None:
@@ -50,7 +50,7 @@ def train_static(arena: Arena, seeds: Sequence[int], base: Result) -> Result:
         accuracy, work = _train(arena, task, [seeds[host] for host in hosts])
         control = [base.control_accuracy[host] for host in hosts]
         added = [task.host_parameters - bare] * len(hosts)
-        result = Result.scored(bare, accuracy, control, added, [[] for _ in hosts], work)
+        result = Result.scored(arena.task, accuracy, control, added, [[] for _ in hosts], work)
         by_host.update(zip(hosts, result.by_host(), strict=True))
     return Result.joined([by_host[host] for host in range(len(seeds))])
 
@@ -139,7 +139,8 @@ def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
     task, plans = arena.task, extensions(Plan(), arena.task)
     columns = arena.run(plan_policy, plans, seeds, _by_half).unbind(-1)
     chosen, chosen_control, accuracy, control, added = columns  # (hosts, plans)
-    objectives, best = objective(chosen - chosen_control, added, task.host_parameters).max(1)
+    gain = gain_over(chosen_control, chosen, by_loss=task.by_loss)
+    objectives, best = objective(gain, added, task.host_parameters).max(1)
     accuracy, control, added = (column[range(len(seeds)), best] for column in (accuracy, control, added))
     grows = objectives > 0  # else it waits, at an objective of 0
     accuracy, added = accuracy.where(grows, control), added.where(grows, 0.0)
@@ -148,13 +149,13 @@ def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
         [Fossil(seed.slot, seed.blueprint) for seed in plan.seeds if grown]
         for plan, grown in zip(picked, added.tolist(), strict=True)
     ]
-    return Result.scored(task.host_parameters, accuracy, control, added, fossils), picked
+    return Result.scored(task, accuracy, control, added, fossils), picked
 
 
 def _by_half(runner: EpisodeRunner, result: StepResult) -> Tensor:
     """(n, 5): accuracy and control on the choosing images, the same on the scored ones, parameters."""
     groups = runner.groups
-    correct = 100 * torch.stack([row.hits for row in runner.committed]).double()  # (envs, images)
-    halves = [correct[:, images].mean(1) for images in (CHOOSING, SCORED)]
+    rows = [[row.part(images) for row in runner.committed] for images in (CHOOSING, SCORED)]
+    halves = [runner.fleet.points(half).double() for half in rows]
     columns = [part for half in halves for part in (groups.grown_of(half), groups.control_of(half))]
     return torch.stack([*columns, result.fossil_parameters.double()], -1)

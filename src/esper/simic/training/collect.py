@@ -42,7 +42,7 @@ def reward_step(
         seed_parameters=result.seed_parameters,
         gain=result.gain,
         control_accuracy=result.control_accuracy,
-        chance_accuracy=torch.full_like(accuracy, 100 / task.classes),
+        chance_accuracy=torch.full_like(accuracy, task.chance_accuracy),
         loss=result.loss,
         acting_parameters=result.acting_parameters,
         fossil_parameters=result.fossil_parameters,

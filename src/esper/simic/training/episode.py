@@ -20,6 +20,7 @@ from esper.leyline import (
     SeedStage,
     SlotConfig,
     StageChange,
+    gain_over,
 )
 from esper.simic.telemetry import Spans
 from esper.simic.training.hosts import Groups
@@ -86,7 +87,7 @@ class SeedChange(NamedTuple):
 class StepResult(NamedTuple):
     """What a step led to, for every grown env (n,). Losses are in units of the random-guess loss."""
 
-    accuracy: Tensor  # of the main row, calibrated, on validation images, percent
+    accuracy: Tensor  # of the main row, calibrated, on validation images, percent; the score where tasks count losses
     control_accuracy: Tensor
     loss: Tensor
     slots: SlotView  # before the tick
@@ -99,17 +100,18 @@ class StepResult(NamedTuple):
     hardened_control: Tensor | None
     hardened_loss: Tensor | None
     changes: list[SeedChange]
+    by_loss: bool = False  # whether scores are of losses
 
     @property
     def gain(self) -> Tensor:
         """Points over the control."""
-        return self.accuracy - self.control_accuracy
+        return gain_over(self.control_accuracy, self.accuracy, by_loss=self.by_loss)
 
     @property
     def hardened_gain(self) -> Tensor:
         """Points of the hardened host over its control, at the end of the episode."""
         assert self.hardened_accuracy is not None and self.hardened_control is not None
-        return self.hardened_accuracy - self.hardened_control
+        return gain_over(self.hardened_control, self.hardened_accuracy, by_loss=self.by_loss)
 
 
 class EpisodeRunner:
@@ -183,7 +185,8 @@ class EpisodeRunner:
         panics = torch.tensor([row in symptoms for row in range(self.groups.grown)], device=fleet.device)
         self._last_succeeded = ~panics
         live = self._scores([comparison.main for comparison in self.comparisons])
-        return StepResult(*live, slots, seed_parameters, acting, fossil, panics, symptoms, *hardened, changes)
+        parameters = seed_parameters, acting, fossil
+        return StepResult(*live, slots, *parameters, panics, symptoms, *hardened, changes, fleet.task.by_loss)
 
     def _scores(self, scores: list[RowScore]) -> tuple[Tensor, Tensor, Tensor]:
         """Accuracy of every grown env and of its control in percent, and its relative loss; `scores` are by env."""
