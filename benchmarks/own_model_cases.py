@@ -179,6 +179,12 @@ def _windows(text: Tensor, start: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def longest_epoch(train: tuple[Tensor, ...], size: int) -> int:
+    """Minibatches of an epoch. An epoch of text may have one less, by its random start."""
+    samples = (len(train[0]) - 1) // CONTEXT if len(train) == 1 else len(train[0])
+    return -(-samples // size)
+
+
 def shuffled(train: tuple[Tensor, ...], size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """Minibatches of one epoch: images are cropped and flipped, texts cut into windows from a random start."""
     device = generator.device

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 from harness import RESULTS, Json, describe_machine, print_table, write_result
-from own_model_cases import CASES, Batches, Case, Data, shuffled
+from own_model_cases import CASES, Batches, Case, Data, longest_epoch, shuffled
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -75,8 +75,7 @@ class Loop:
         self.case, self.seed, self.device = CASES[name], seed, settings.device
         self.data = load_data(name, settings)
         self.epochs = settings.epochs or self.case.epochs
-        generator = torch.Generator(self.device).manual_seed(seed)
-        self.minibatches = sum(1 for _ in shuffled(self.data.train, self.case.batch, generator))
+        self.minibatches = longest_epoch(self.data.train, self.case.batch)
 
     def build(self, width: float) -> nn.Module:
         """A fresh model."""
@@ -274,8 +273,14 @@ def _computed(
     # CUDA does not survive a fork.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(run_cell, *cell, settings): cell for cell in missing}
+        failed = {}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            if (error := future.exception()) is None:
+                yield futures[future], future.result()
+            else:
+                failed[futures[future]] = error
+        for cell, error in failed.items():  # only now, so that no finished cell is lost
+            raise RuntimeError(f"{cell[0]} {cell[1]} failed, one of {len(failed)}") from error
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
