@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.grower import Grower
@@ -60,6 +61,14 @@ def train_epoch(model: nn.Module, optimizer: Optimizer, data: tuple[Tensor, Tens
         optimizer.zero_grad()
         F.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
+
+
+def step_scheduler(scheduler: Any) -> None:
+    """As a user does after an epoch."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
 
 
 def loader(data: tuple[Tensor, Tensor], size: int = 100) -> DataLoader[Any]:

@@ -47,13 +47,13 @@ def lines_of(folder: Path, name: str) -> list[Any]:
 def test_what_is_written(tmp_path: Path) -> None:
     """Settings with a checksum, every change of stage, and a line per step."""
     folder = tmp_path / "runs" / "mine"
-    run(folder, 0, 4, policy=BIRTHS)
+    run(folder, 0, 4, policy=BIRTHS, seed_options={"lr": 0.05})
     header = json.loads((folder / "config.json").read_text())
     assert header["checksum"] == config_checksum(header)
     assert header["kind"] == "grower" and header["torch"] and "git" in header
     assert header["config"] == {
         "host": "BlindCNN", "host_parameters": 378, "budget": 3000, "steps": 8, "own_loss": False, "rng_seed": 0,
-        "policy": "plan.<locals>.<lambda>",
+        "policy": "plan.<locals>.<lambda>", "seed_options": {"lr": 0.05},
         "slots": {"stage1": {"topology": "image", "width": 8}, "stage2": {"topology": "image", "width": 16}},
     }  # fmt: skip
     events, metrics = content(folder)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import BlindCNN, digits, loader, plan, train_epoch
+from loops import BlindCNN, digits, loader, plan, step_scheduler, train_epoch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
@@ -45,14 +45,6 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
 
 
-def step_scheduler(scheduler: Any) -> None:
-    """As a user does after an epoch."""
-    if isinstance(scheduler, schedules.ReduceLROnPlateau):
-        scheduler.step(1.0)
-    else:
-        scheduler.step()
-
-
 def snapshot(optimizer: Optimizer, own: list[nn.Parameter]) -> list[Any]:
     """Values, state and settings of the user's own parameters."""
     taken: list[Any] = []
@@ -74,22 +66,30 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.parametrize("order", ["shared_groups", "scheduler_first", "grower_first"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_births_and_deaths_disturb_nobody(name: str, schedule: str) -> None:
-    """Neither value, state nor learning rate of any other parameter changes by a bit."""
+def test_births_and_deaths_disturb_nobody(name: str, schedule: str, order: str) -> None:
+    """Neither value, state nor learning rate of any other parameter changes by a bit, with a group for seeds or not."""
     torch.manual_seed(0)
     model = BlindCNN()
     own = list(model.parameters())
     optimizer = OPTIMIZERS[name](two_groups(model))
-    scheduler = SCHEDULES[schedule](optimizer)
+    scheduler = None if order == "grower_first" else SCHEDULES[schedule](optimizer)
     acts: dict[int, list[tuple[str, ...]]] = {
-        1: [("germinate", "stage1", "conv_light")],
-        2: [],
-        3: [("prune", "stage1")],
+        1: [("germinate", "stage2", "norm")],
+        2: [("germinate", "stage1", "conv_light")],
+        3: [("prune", "stage1"), ("prune", "stage2")],
     }
-    grower = Grower(model, optimizer, budget=2000, steps=8, policy=lambda report: acts.get(report.step, []))
-    groups = len(optimizer.param_groups)
+    options: dict[str, Any] = {}
+    if order != "shared_groups":
+        own_rate = {} if schedule == "one_cycle" else {"lr": 0.003}
+        options = {"seed_options": {"weight_decay": 0.1, **own_rate}, "scheduler": scheduler}
+    given = [dict(group) for group in optimizer.param_groups]
+    grower = Grower(model, optimizer, budget=2000, steps=8, policy=lambda r: acts.get(r.step, []), **options)
+    assert optimizer.param_groups[:2] == given
+    scheduler = scheduler or SCHEDULES[schedule](optimizer)
+    groups = 2 if order == "shared_groups" else 3
     for epoch in range(4):
         train_epoch(model, optimizer, DATA, epoch)
         before = snapshot(optimizer, own)
@@ -101,6 +101,8 @@ def test_births_and_deaths_disturb_nobody(name: str, schedule: str) -> None:
         assert len(members) == len(own) + len(seeds) and len(optimizer.state) <= len(members)
         assert len(optimizer.param_groups) == groups
         assert bool(seeds) == (epoch in (0, 1))
+        if options:
+            assert [id(p) for p in optimizer.param_groups[2]["params"]] == [id(p) for p in seeds]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import digits, equal, loader, make, through_disk, train_epoch
+from loops import BlindCNN, digits, equal, loader, make, sgd, through_disk, train_epoch
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from esper.grower import Grower
 from esper.grower.container import CHILD
 from esper.leyline import BadValueError, CheckpointError
 
@@ -40,6 +42,52 @@ def test_resumed_to_the_bit(cut: int) -> None:
     assert begun + rest == whole
     assert any("germinated" in line for line in begun)
     assert equal(wanted.items(), found.items())
+
+
+def run_scheduled(
+    first: int, last: int, saved: dict[str, Any] | None = None, *, grower_first: bool
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same with a group for seeds, and a scheduler that is built before or after the Grower."""
+    torch.manual_seed(0)
+    model = BlindCNN()
+    optimizer = sgd(model)
+    scheduler = None if grower_first else CosineAnnealingLR(optimizer, STEPS, eta_min=1e-3)
+    options: dict[str, Any] = {"seed_options": {"lr": 0.02, "weight_decay": 0.01}, "scheduler": scheduler}
+    grower = Grower(model, optimizer, budget=3000, steps=STEPS, **options)
+    scheduler = scheduler or CosineAnnealingLR(optimizer, STEPS, eta_min=1e-3)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+    for epoch in range(first, last):
+        train_epoch(model, optimizer, DATA, epoch)
+        scheduler.step()
+        grower.step(loader(VALIDATION))
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = through_disk({name: part.state_dict() for name, part in parts.items()})
+    return state, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("grower_first", [False, True])
+@pytest.mark.parametrize("cut", [1, 4])
+def test_resumed_to_the_bit_with_a_group_for_seeds(cut: int, grower_first: bool) -> None:
+    """Weights, and the rates of the seeds."""
+    ended, wanted = run_scheduled(0, STEPS, grower_first=grower_first)
+    saved, _ = run_scheduled(0, cut, grower_first=grower_first)
+    resumed, found = run_scheduled(cut, STEPS, saved, grower_first=grower_first)
+    own, seeds = saved["optimizer"]["param_groups"]
+    assert seeds["params"] and seeds["lr"] / own["lr"] == pytest.approx(0.4, rel=0.1)
+    assert equal(wanted.items(), found.items())
+    assert resumed["optimizer"]["param_groups"] == ended["optimizer"]["param_groups"]
+    assert resumed["scheduler"] == ended["scheduler"]
+
+
+def test_another_number_of_groups() -> None:
+    """The error names the option that adds one."""
+    saved, _ = run_scheduled(0, 1, grower_first=True)
+    _model, optimizer, _ = make(steps=STEPS, budget=3000)
+    with pytest.raises(BadValueError, match="2 groups, the optimizer has 1: build the Grower with seed_options as it"):
+        optimizer.load_state_dict(saved["optimizer"])
 
 
 def test_the_optimizer_comes_second() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from esper.grower import ranks
 from esper.grower.averages import adopt_earlier
@@ -43,7 +44,7 @@ from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
 from esper.leyline import BadValueError, EsperError, StageError
 from esper.leyline.numbers import require_whole
-from esper.leyline.records import Json
+from esper.leyline.records import Json, encode
 from esper.tolaria.governor import Symptom
 
 UNKNOWN_STEPS = 20
@@ -66,6 +67,8 @@ class Grower:
         policy: str | Path | OwnPolicy = "heuristic",
         rng_seed: int = 0,
         folder: str | Path | None = None,
+        seed_options: Mapping[str, Any] | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     ) -> None:
         """`budget` limits the parameters of all seeds together; `steps` is how often `step` will be called.
 
@@ -74,7 +77,8 @@ class Grower:
         tuple. `slots` names submodules, such as `["layer2"]`, or checks their widths too, such as `{"layer2": 128}`;
         by default they are chosen at the first forward pass. `policy` is `heuristic`, `random`, `wait`, the folder of a
         trained run, or a function that takes a `GrowthReport` and returns actions. `folder` logs the run there, for
-        `esper report` and `esper query`.
+        `esper report` and `esper query`. `seed_options`, such as `{"lr": 0.01}`, gives all seeds a parameter group with
+        these options. A scheduler that exists already must then be passed as `scheduler`.
         """
         require_whole("budget", budget, 1, remark=": it is the number of parameters that may grow")
         require_whole("rng_seed", rng_seed)
@@ -99,7 +103,8 @@ class Grower:
         self._scorer = Scorer(loss, forward)
         self._host = host
         self._log = None if folder is None else RunLog(Path(folder))
-        self._membership = Membership(optimizer, host)
+        self._membership = Membership(optimizer, host, seed_options, scheduler)
+        self._seed_options = None if seed_options is None else dict(seed_options)
         self._slots = ModelSlots(host)
         self._slots.on_change = self._loaded
         adopt_earlier(self._slots)
@@ -204,6 +209,7 @@ class Grower:
             "policy": policy_name(self._policy),
             "own_loss": self._scorer.loss is not None,
             "rng_seed": self.rng_seed,
+            "seed_options": encode(self._seed_options),
         }
 
     # -- a step -------------------------------------------------------------------------------------------------------

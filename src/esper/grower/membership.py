@@ -2,17 +2,22 @@
 
 No group is added or removed, so schedulers, gradient scalers and clipping do not notice. A seed's weights join the
 group of the weights of the submodule in front of the slot. Its norms and biases join the group of the norms and biases
-there. State and settings of all other parameters stay as they are.
+there. If the user gives options for seeds, one group is added at once instead, and all seeds join it. State and
+settings of all other parameters stay as they are.
 """
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from esper.grower.schedulers import add_group
 from esper.leyline import BadValueError
+from esper.leyline.numbers import require_known, require_positive
 
 SHARDED = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
@@ -20,9 +25,23 @@ SHARDED = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOp
 class Membership:
     """The parameters of the seeds in one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, host: nn.Module) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        host: nn.Module,
+        seed_options: Mapping[str, Any] | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+    ) -> None:
         _check_optimizer(optimizer, host)
+        if seed_options is None and scheduler is not None:
+            raise BadValueError("scheduler= is needed only with seed_options=: omit it, schedulers work unchanged")
         self.optimizer = optimizer
+        self._seeds: int | None = None
+        """The group of all seeds, if they have one"""
+        if seed_options is not None:
+            _check_options(optimizer, seed_options)
+            self._seeds = len(optimizer.param_groups)
+            add_group(optimizer, seed_options, _as_list(scheduler))
         self._own = [list(group["params"]) for group in optimizer.param_groups]
         """The user's own parameters by group; seeds stand behind them, in the order of their slots"""
         self._own_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
@@ -31,6 +50,8 @@ class Membership:
 
     def groups_for(self, host: nn.Module, slot_id: str) -> tuple[int, int]:
         """The groups of a slot's weights, and of its norms and biases."""
+        if self._seeds is not None:
+            return self._seeds, self._seeds
         group_of = {id(p): index for index, own in enumerate(self._own) for p in own}
         near = [p for p in host.get_submodule(slot_id).parameters() if id(p) in group_of]
         if not near:  # behind an activation, say: the parameters that come before it
@@ -55,9 +76,9 @@ class Membership:
                 if id(parameter) not in alive:
                     self.optimizer.state.pop(parameter, None)
             group["params"][:] = parameters  # the list itself stays: a wrapper may hold it
-            if own_names:
+            if "param_names" in group:
                 group["param_names"][:] = [*own_names, *(names[id(p)] for p in parameters[len(own) :])]
-            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and self._has_momentum(own):
+            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and self._has_momentum(parameters):
                 # Fused SGD wants a buffer for all parameters or for none. From zero, the first step is the same.
                 for parameter in parameters[len(own) :]:
                     self.optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -100,6 +121,32 @@ def _check_optimizer(optimizer: object, host: nn.Module) -> None:
         )
 
 
+def _check_options(optimizer: Optimizer, options: object) -> None:
+    """Raise if a group of this optimizer cannot have these options."""
+    if not isinstance(options, Mapping):
+        raise BadValueError(f'seed_options is a {type(options).__name__}; pass a dict such as {{"lr": 0.01}}')
+    for name in options:
+        require_known("option in seed_options", name, optimizer.defaults)
+    if "lr" in options:
+        require_positive("lr in seed_options", options["lr"])
+    elif isinstance(optimizer.defaults.get("lr"), torch.Tensor):
+        raise BadValueError("the optimizer's lr is a tensor that its groups share: add a number as lr to seed_options")
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):  # its constructor checks values; add_param_group does not
+        accepted = inspect.signature(kind).parameters
+        settings = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in accepted}
+        try:
+            kind([nn.Parameter(torch.zeros(1))], **settings)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BadValueError(f"{kind.__name__} refuses seed_options {dict(options)}: {error}") from error
+
+
+def _as_list(scheduler: LRScheduler | Sequence[LRScheduler] | None) -> list[LRScheduler]:
+    if scheduler is None:
+        return []
+    return list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+
+
 def _parameters_before(host: nn.Module, slot_id: str) -> list[nn.Parameter]:
     """Parameters of the submodules that are registered before the slot's own."""
     found: list[nn.Parameter] = []
@@ -114,6 +161,11 @@ def _parameters_before(host: nn.Module, slot_id: str) -> list[nn.Parameter]:
 def _check_state(optimizer: Optimizer, state: dict[str, Any]) -> None:  # Any: the state of an optimizer
     saved = [len(group["params"]) for group in state.get("param_groups", [])]
     present = [len(group["params"]) for group in optimizer.param_groups]
+    if len(saved) != len(present):
+        raise BadValueError(
+            f"the optimizer's state has {len(saved)} groups, the optimizer has {len(present)}: build the Grower with "
+            "seed_options as it was when you saved"
+        )
     if saved != present:
         raise BadValueError(
             f"the optimizer's state has groups of {saved} parameters, the optimizer has {present}: load the model's "
