@@ -1,14 +1,19 @@
 """Policies of a grower: the folder of a trained run, random actions, and the rule that spreads the budget."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from loops import digits, loader, make, train_epoch
 
 from esper.grower.rules import spread
-from esper.leyline import BadValueError
+from esper.leyline import BlueprintOffer, CheckpointError, SlotConfig, head_preset
+from esper.simic.agent import PPOAgent, PPOConfig
+from esper.simic.agent.policy import write_policy
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
+from esper.tamiyo import NetworkConfig, growth_layout, growth_table
+from esper.tolaria import get_task
 
 DATA = digits(200)
 VALIDATION = digits(300)[0][200:], digits(300)[1][200:]
@@ -32,10 +37,27 @@ def test_a_learned_policy_decides_and_resumes(tmp_path: Path) -> None:
     assert grower.report().offers["stage1"]  # its slots were probed
 
 
+def test_a_policy_file_that_knows_fewer_blueprints(tmp_path: Path) -> None:
+    """It is offered those that it knows, by name; others are never chosen."""
+    slots = replace(get_task("digits_blind").slot_config.slots[0], blueprints=())
+    known = ("conv_small", "depthwise")
+    offers = tuple(BlueprintOffer(name, 1, 1, 10) for name in known)
+    config = SlotConfig((replace(slots, blueprints=offers),))
+    table, layout = growth_table(head_preset("core"), config), growth_layout(config)
+    eager = NetworkConfig(first_bias=(-9.0, 9.0, 0.0, 0.0, 0.0, 0.0))  # germinate whenever that is legal
+    write_policy(tmp_path / "file", PPOAgent(table, layout, PPOConfig(network=eager)), "core")
+    model, optimizer, grower = make(policy=tmp_path / "file", budget=3000)
+    for epoch in range(3):
+        train_epoch(model, optimizer, DATA, epoch)
+        grower.step(loader(VALIDATION))
+    grown = {seed.blueprint for seed in grower.report().slots.values()} - {None}
+    assert grown and grown <= set(known)
+
+
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     """The error says what is missing."""
     model, optimizer, _ = make(policy=tmp_path)
-    with pytest.raises(BadValueError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no policy"):
         train_epoch(model, optimizer, DATA)
 
 

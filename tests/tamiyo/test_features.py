@@ -83,6 +83,7 @@ def random_signals(n: int, slot_count: int = COUNT, blueprints: int = COUNT, see
         last_succeeded=chance(n),
     )
     each = SlotView(
+        present=chance(*ns) | (torch.arange(slot_count) == 0),  # every host has a slot
         width=whole(4, 64, *ns).float(),
         depth=uniform(*ns),
         rms=uniform(*ns, high=3.0),
@@ -142,10 +143,10 @@ def changed(one: Tensor, other: Tensor, layout: ObservationLayout) -> set[str]:
 
 @pytest.mark.parametrize("sensing", [True, False])
 def test_every_column_is_named_once_and_the_sizes_match(sensing: bool) -> None:
-    """By hand: 12 + 6 ops of the host; 28 + 8 stages + 3 blueprints of a slot, 3 of them sensed; 3 of an offer, one of
+    """By hand: 12 + 6 ops of the host; 29 + 8 stages + 3 blueprints of a slot, 3 of them sensed; 3 of an offer, one of
     them sensed; 4 of the critic."""
     layout = growth_layout(slots(2), sensing=sensing)
-    slot, offer = (39, 3) if sensing else (36, 2)
+    slot, offer = (40, 3) if sensing else (37, 2)
     assert layout.sizes == (18, 2 * slot, 2 * 3 * offer, 4)
     assert len(set(layout.column_names)) == len(layout.column_names) == 18 + slot + offer + 4
     features = signals_to_features(random_signals(5, 2), layout)

@@ -18,7 +18,8 @@ from esper.tamiyo import (
     growth_table,
     vector_layout,
 )
-from esper.tamiyo.network import FORGET_BIAS, Stretches
+from esper.tamiyo.memory import FORGET_BIAS
+from esper.tamiyo.network import Stretches
 
 
 @pytest.mark.requirement(66)
@@ -78,7 +79,7 @@ def test_heads_begin_small_and_what_they_read_does_not() -> None:
 @pytest.mark.requirement(29)
 def test_forget_gates_begin_open() -> None:
     """The second of torch's four slices is 1 over both biases together; all others start at 0."""
-    lstm = build("vector").lstm
+    lstm = build("vector").memory
     total = torch.as_tensor(lstm.bias_ih_l0) + torch.as_tensor(lstm.bias_hh_l0)
     assert total.tolist() == [0.0] * 16 + [FORGET_BIAS] * 16 + [0.0] * 32
     assert FORGET_BIAS == 1.0
@@ -131,8 +132,8 @@ def test_every_width_is_the_one_that_was_set(name: str) -> None:
     expected = {
         "trunk.0.weight": (8, len(seen.host) + pooled),
         "trunk.2.weight": (8, 8),
-        "lstm.weight_ih_l0": (4 * 32, 8),
-        "lstm.weight_hh_l0": (4 * 32, 32),
+        "memory.weight_ih_l0": (4 * 32, 8),
+        "memory.weight_hh_l0": (4 * 32, 32),
         "actor.weight": (12, 32),
         "critic.0.weight": (12, 32 + len(seen.critic)),
         "critic_out.weight": (1, 12),
@@ -170,7 +171,7 @@ def test_widths_and_depth_are_settings(config: NetworkConfig) -> None:
     network = build("full3", config)
     found = decide(network, torch.randn(4, network.layout.size), uniform=torch.rand(4, 8))
     assert found.log_probs.isfinite().all()
-    assert network.lstm.hidden_size == config.hidden
+    assert network.step(torch.randn(4, config.encoder), network.initial_state(4))[0].shape == (4, config.hidden)
     assert len([part for part in network.trunk if isinstance(part, nn.Linear)]) == config.encoder_layers
 
 

@@ -24,7 +24,17 @@ CORE, FULL = TABLES["core"], TABLES["full"]
 LATER = Plan((PlannedSeed("r1c0", "conv", 6), PlannedSeed("r1c1", "norm", 0, 5), PlannedSeed("r1c2", "conv", 6)))
 
 LONGS = {"last_op", "stage", "blueprint"}
-BOOLS = {"last_succeeded", "ramping", "can_advance", "can_fossilize", "can_prune", "can_retarget", "valid", "fits"}
+BOOLS = {
+    "last_succeeded",
+    "ramping",
+    "can_advance",
+    "can_fossilize",
+    "can_prune",
+    "can_retarget",
+    "valid",
+    "fits",
+    "present",
+}
 MEASURED = {"audition", "contribution", "seed_gradient", "best"}
 
 
@@ -42,7 +52,7 @@ def quiet(n: int, step: int = 10) -> TrainingSignals:
     hosts, slots = blank(HostView, n), blank(SlotView, n, len(SLOTS))
     return TrainingSignals(
         hosts._replace(time_left=torch.full((n,), 1 - step / STEPS)),
-        slots._replace(blueprint=slots.blueprint - 1),
+        slots._replace(blueprint=slots.blueprint - 1, present=torch.ones_like(slots.ramping)),
         blank(OfferView, n, len(SLOTS), len(NAMES)),
         blank(CriticView, n),
     )

@@ -66,7 +66,7 @@ class Decider:
         if callable(policy) or policy in RULES:
             self.own = policy if callable(policy) else RULES[str(policy)]
         else:
-            self.policy = make_policy(policy, self.table, slots, self.layout)
+            self.policy = make_policy(policy, self.table, slots)
         self.sensing |= isinstance(self.policy, LearnedPolicy)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
         self.last_op = int(LifecycleOp.WAIT)

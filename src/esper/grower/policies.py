@@ -6,9 +6,9 @@ from pathlib import Path
 from esper.grower.records import OPS, Action, GrowthReport
 from esper.grower.rules import heuristic
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError
-from esper.simic.agent.policy import load_policy
-from esper.simic.training.run_folder import checkpoints_of
-from esper.tamiyo import ActionTable, ObservationLayout, Policy
+from esper.simic.agent.policy import check_heads, fit_policy
+from esper.simic.training.policy_files import open_policy
+from esper.tamiyo import ActionTable, Policy
 from esper.tamiyo.policies import RandomPolicy
 
 OwnPolicy = Callable[[GrowthReport], Iterable[Sequence[str]] | None]
@@ -22,17 +22,19 @@ def check_policy(policy: str | Path | OwnPolicy) -> None:
             'policy="pretrained" needs a controller that is shipped with Esper, and none is yet: use "heuristic", or '
             "the folder of a run that you trained with `esper train`"
         )
-    if not (callable(policy) or policy in (*RULES, "random") or Path(policy).is_dir()):
-        raise UnknownNameError("policy", str(policy), [*RULES, "random", "the folder of a run", "a function"])
+    if not (callable(policy) or policy in (*RULES, "random") or Path(policy).exists()):
+        raise UnknownNameError(
+            "policy", str(policy), [*RULES, "random", "the folder of a run", "a policy file", "a function"]
+        )
 
 
-def make_policy(policy: str | Path, table: ActionTable, slots: SlotConfig, layout: ObservationLayout) -> Policy:
+def make_policy(policy: str | Path, table: ActionTable, slots: SlotConfig) -> Policy:
     """The policy of random legal actions, or the learned one in a folder."""
     if policy == "random":
         return RandomPolicy(table)
-    if (checkpoint := checkpoints_of(Path(policy)).newest()) is None:
-        raise BadValueError(f"{policy} has no checkpoint: it is no run, or it has not finished a round yet")
-    return load_policy(checkpoint, table, layout, greedy=True)
+    agent, _ = open_policy(Path(policy))
+    check_heads(agent, table, Path(policy))
+    return fit_policy(agent, slots, greedy=True)
 
 
 def read_actions(given: Iterable[Sequence[str]] | None) -> list[Action]:

@@ -93,18 +93,23 @@ CLIP = 10.0  # normalised observations and rewards are clipped to ± 10 standard
 class ObservationNormalizer:
     """Centres and scales columns. Columns may share statistics, as the same column of all slots does."""
 
-    def __init__(self, columns: Tensor, device: torch.device | str = "cpu") -> None:
-        """`columns` (size,): index of the statistic of each number of an observation, 0 … K−1."""
+    def __init__(self, columns: Tensor, as_they_are: Tensor | None = None, device: torch.device | str = "cpu") -> None:
+        """`columns` (size,): index of the statistic of each number of an observation, 0 … K−1. `as_they_are` (size,)
+        bool: numbers that are not normalised."""
         self.columns = columns.to(device)
+        kept = torch.zeros(len(columns), dtype=torch.bool) if as_they_are is None else as_they_are
+        self.as_they_are = kept.to(device) if bool(kept.any()) else None
         self.statistics = RunningMeanStd(int(columns.max()) + 1, device=device)
         self.frozen = False
 
-    def update(self, observations: Tensor) -> None:
-        """Update the statistics with observations (n, size), unless they are frozen."""
+    def update(self, observations: Tensor, counted: Tensor | None = None) -> None:
+        """Update the statistics with observations (n, size), unless they are frozen. `counted` (n, size) bool limits
+        which numbers count."""
         if observations.dim() != 2 or observations.shape[1] != len(self.columns):
             raise BadValueError(f"observations of shape {tuple(observations.shape)}; wanted (n, {len(self.columns)})")
         if not self.frozen:
-            self.statistics.update_by(observations.flatten(), self.columns.repeat(len(observations)))
+            chosen = None if counted is None else counted.flatten()
+            self.statistics.update_by(observations.flatten(), self.columns.repeat(len(observations)), chosen)
 
     def freeze(self) -> None:
         """Freeze the statistics, so that the policy's inputs stop shifting."""
@@ -113,7 +118,8 @@ class ObservationNormalizer:
     def __call__(self, observations: Tensor) -> Tensor:
         """Observations (…, size), centred, scaled and clipped, in float32."""
         mean, std = self.statistics.moments()
-        return ((observations - mean[self.columns]) / std[self.columns]).clamp(-CLIP, CLIP).float()
+        normalised = ((observations - mean[self.columns]) / std[self.columns]).clamp(-CLIP, CLIP).float()
+        return normalised if self.as_they_are is None else torch.where(self.as_they_are, observations, normalised)
 
 
 class RewardNormalizer:

@@ -58,7 +58,7 @@ def write_stored(folder: Path, kind: StoredFormat, content: Mapping[str, Json], 
         if json.loads(json.dumps(plain, allow_nan=False)) != plain:
             raise CheckpointError("the content would change when it is read: keys of JSON objects are strings")
     with checkpoint_errors("the weights cannot be stored"):
-        raw = safetensors.torch.save(_storable(tensors))  # hashed in memory, so that the digest proves the disk
+        raw = safetensors.torch.save(storable(tensors))  # hashed in memory, so that the digest proves the disk
         safetensors.torch.load(raw)  # safetensors writes dtypes and names that it does not read
     document = {"format": kind.name, "version": kind.version, **plain, "weights": _record(raw)}
     text = json.dumps(document | {"checksum": checksum(document)}, indent=1, allow_nan=False)
@@ -73,7 +73,7 @@ def write_stored(folder: Path, kind: StoredFormat, content: Mapping[str, Json], 
         replace_folder(folder.resolve(), write, (kind.document, kind.weights))
 
 
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors on the CPU, contiguous, not lazy, and without shared storage (tied weights are stored twice)."""
     stored: dict[str, Tensor] = {}
     storages: set[int] = set()

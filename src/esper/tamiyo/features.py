@@ -53,6 +53,31 @@ class ObservationLayout:
         slots = slots.unflatten(-1, (self.slots, len(self.slot)))
         return host, slots, offers.unflatten(-1, (self.slots, self.blueprints, len(self.offer))), critic
 
+    def presence(self, slots: Tensor) -> Tensor:
+        """(…, S) bool: which slots (…, S, columns) the host has; the others are padding."""
+        if PRESENT not in self.slot:
+            return torch.ones(slots.shape[:-1], dtype=torch.bool, device=slots.device)
+        return slots[..., self.slot.index(PRESENT)] > 0
+
+    def counted(self, flat: Tensor) -> Tensor:
+        """(…, size) bool: numbers of observations (…, size) that are no padding."""
+        host, slots, offers, critic = self.split(flat)
+        present = self.presence(slots)[..., None]
+        parts = (torch.ones_like(host), present.expand(slots.shape), present[..., None].expand(offers.shape))
+        every = [*(part.flatten(host.dim() - 1) for part in parts), torch.ones_like(critic)]
+        return torch.cat([part.bool() for part in every], -1)
+
+    def as_they_are(self) -> Tensor:
+        """(size,) bool: numbers that are not normalised, because they are bits that the network reads."""
+        names = [name == f"slot.{PRESENT}" for name in self.column_names]
+        return torch.tensor(names)[self.columns()]
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The blueprints that a policy with this layout knows."""
+        prefix = f"{BLUEPRINT}."
+        return tuple(name.removeprefix(prefix) for name in self.slot if name.startswith(prefix))
+
     def columns(self) -> Tensor:
         """(size,): for each number the index of its statistics. Slots share theirs, and so do offers."""
         names = (self.host, self.slot, self.offer, self.critic)
@@ -71,14 +96,18 @@ class ObservationLayout:
         )
 
 
+PRESENT = "present"
+"""The slot column that is 0 for padding, where hosts of several tasks differ in their number of slots"""
+BLUEPRINT = "blueprint"
+"""Prefix of the columns that say what grows in a slot. The blueprints that a policy knows name them."""
+
+
 def vector_layout(size: int) -> ObservationLayout:
     """The layout of an observation that is a plain vector."""
     return ObservationLayout(host=tuple(f"x{index}" for index in range(size)))
 
 
 LIMIT = 10.0  # columns lie within ± this
-BLUEPRINT = "blueprint"
-"""Prefix of the columns that say what grows in a slot. The task's blueprints name them."""
 
 V = TypeVar("V")
 Columns = Mapping[str, Callable[[V], Tensor]]
@@ -131,6 +160,7 @@ class SlotColumn(NamedTuple):
 
 
 SLOT_COLUMNS: tuple[SlotColumn, ...] = (
+    SlotColumn(PRESENT, dtype=torch.bool),
     SlotColumn("width", _logged),
     SlotColumn("depth", _bounded),
     SlotColumn("rms", _logged),
@@ -213,13 +243,18 @@ SENSED = frozenset({"rms", "rank", "gradient", "worth"})
 """Columns of slots and offers that need a probe of the host's activations and gradients."""
 
 
-def growth_layout(slots: SlotConfig, *, sensing: bool = True) -> ObservationLayout:
-    """The columns for a task's slots; without `sensing`, only those that need no probe."""
+def growth_layout(
+    slots: SlotConfig, *, sensing: bool = True, vocabulary: tuple[str, ...] | None = None
+) -> ObservationLayout:
+    """The columns for a task's slots and blueprints, or another `vocabulary` of blueprints.
+
+    Without `sensing`, only the columns that need no probe.
+    """
 
     def visible(columns: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in columns if sensing or name not in SENSED)
 
-    names = slots.blueprint_names
+    names = slots.blueprint_names if vocabulary is None else vocabulary
     return ObservationLayout(
         tuple(HOST), visible(_slot_features(names)), visible(OFFER), tuple(CRITIC), len(slots), len(names)
     )
@@ -230,11 +265,9 @@ def signals_to_features(signals: TrainingSignals, layout: ObservationLayout) -> 
     shape, wanted = tuple(signals.offers.fits.shape[1:]), (layout.slots, layout.blueprints)
     if shape != wanted:
         raise BadValueError(f"signals have (slots, blueprints) {shape}, the layout has {wanted}")
-    prefix = f"{BLUEPRINT}."
-    names = [name.removeprefix(prefix) for name in layout.slot if name.startswith(prefix)]
     parts = (
         _evaluate(HOST, layout.host, signals.hosts),
-        _evaluate(_slot_features(names), layout.slot, signals.slots),
+        _evaluate(_slot_features(layout.vocabulary), layout.slot, signals.slots),
         _evaluate(OFFER, layout.offer, signals.offers),
         _evaluate(CRITIC, layout.critic, signals.critic),
     )

@@ -173,13 +173,16 @@ class ActionTable:
                 raise BadValueError(f"mask of head {head.name!r} is {actual}; it must be torch.bool of shape {shape}")
 
 
-def growth_table(preset: HeadPreset, slots: SlotConfig) -> ActionTable:
-    """The head table of a preset for a task's slots. The slot's mask depends on the op, the blueprint's on the slot."""
+def growth_table(preset: HeadPreset, slots: SlotConfig, vocabulary: Sequence[str] | None = None) -> ActionTable:
+    """The head table of a preset for a task's slots, with their blueprints or another `vocabulary`.
+
+    The slot's mask depends on the op, the blueprint's on the slot."""
+    blueprints = len(slots.blueprint_names if vocabulary is None else vocabulary)
     kinds: dict[str, HeadKind] = {"slot": "pointer", "blueprint": "offer"}
     given = {"slot": "op", "blueprint": "slot"}
     heads = []
     for head in preset.heads:
-        size = head.size(len(slots), len(slots.blueprint_names))
+        size = head.size(len(slots), blueprints)
         matters = None if head.name == "op" else tuple(op in head.ops for op in LifecycleOp)
         kind = kinds.get(head.name, "linear")
         heads.append(ActionHead(head.name, size, kind, matters, head.placeholder, given.get(head.name)))

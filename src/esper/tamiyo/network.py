@@ -1,12 +1,12 @@
-"""The policy's network: encoder → LSTM → heads in order, and a critic.
+"""The policy's network: encoder → memory → heads in order, and a critic.
 
     slots ─ shared encoder ─┬─ pooled ─┐
-    host ───────────────────┼──────────┴─ trunk ─ LSTM ─┬─ actor ─ op ─ slot (points) ─ blueprint (compares offers) ─ …
-                            └───────── embeddings ──────┼──────────────────┴──────────────────┘
-    critic's own columns ───────────────────────────────┴─ critic ─ value
+    host ───────────────────┼──────────┴─ trunk ─ memory ─┬─ actor ─ op ─ slot (points) ─ blueprint (compares offers) …
+                            └───────── embeddings ────────┼──────────────────┴──────────────────┘
+    critic's own columns ─────────────────────────────────┴─ critic ─ value
 
-The same weights serve any number of slots. Without slots it is a plain recurrent actor-critic with one linear layer per
-head. It runs in float32.
+The memory is an LSTM, or a window of the last four observations. The same weights serve any number of slots. Without
+slots it is a plain actor-critic with one linear layer per head. It runs in float32.
 """
 
 import math
@@ -18,14 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline import BadValueError
-from esper.leyline.numbers import require_positive, require_whole
+from esper.leyline.numbers import require_known, require_positive, require_whole
 from esper.tamiyo.features import ObservationLayout
-from esper.tamiyo.heads import ActionHead, ActionTable, MaskedCategorical, Masks, pick
+from esper.tamiyo.heads import ILLEGAL, ActionHead, ActionTable, MaskedCategorical, Masks, pick
+from esper.tamiyo.memory import MEMORIES, WINDOW, HiddenState, MemoryKind
 
-HiddenState = tuple[Tensor, Tensor]  # the LSTM's state: hidden and cell, (n, hidden) each
-
-FORGET_BIAS = 1.0
-"""The forget gate starts open, so that the state lasts a few dozen steps from the first update on."""
 CHOICE_STD = 0.1
 """Standard deviation of the initial embeddings of choices: small, so that they do not drown the state."""
 MIN_WIDTH = 4  # a narrower ReLU layer may start with all units off
@@ -40,9 +37,11 @@ class NetworkConfig:
     encoder_layers: int = 1
     """Layers of the trunk."""
     hidden: int = 64
-    """Width of the LSTM."""
+    """Width of the memory's output."""
     head: int = 64
-    """Width of the actor's and the critic's layer after the LSTM."""
+    """Width of the actor's and the critic's layer after the memory."""
+    memory: MemoryKind = "lstm"
+    """What it remembers by: an LSTM, or a window of the last four observations."""
     recurrent: bool = True
     """Off: every step starts from an empty hidden state."""
     informed_critic: bool = True
@@ -56,13 +55,19 @@ class NetworkConfig:
         for name in ("encoder", "hidden", "head"):
             require_whole(name, getattr(self, name), MIN_WIDTH)
         require_whole("encoder_layers", self.encoder_layers, 1)
+        require_known("memory", self.memory, MEMORIES)
         require_positive("head_gain", self.head_gain, remark="; with 0, no gradient would pass the heads")
         if not all(math.isfinite(bias) for bias in self.first_bias):
             raise BadValueError(f"first_bias {self.first_bias!r} is not finite")
 
+    @property
+    def state_size(self) -> int:
+        """Numbers in each of the two parts of a hidden state."""
+        return self.hidden if self.memory == "lstm" else (WINDOW - 1) * self.encoder
+
 
 class Stretches(NamedTuple):
-    """Sequences of unequal length as blocks (time, sequences), each of which is one fused call of the LSTM.
+    """Sequences of unequal length as blocks (time, sequences), each of which is one fused call of the memory.
 
     Steps are in packed order: step t of all sequences that are that long, longest first, then step t + 1. On the CPU,
     torch's PackedSequence runs unequal lengths step by step, which is four times slower.
@@ -73,9 +78,9 @@ class Stretches(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Encoded observations, for the LSTM, the heads and the critic."""
+    """Encoded observations, for the memory, the heads and the critic."""
 
-    trunk: Tensor  # (n, encoder): the LSTM's input
+    trunk: Tensor  # (n, encoder): the memory's input
     slots: Tensor  # (n, slots, encoder)
     offers: Tensor  # (n, slots, blueprints, offer columns)
     critic: Tensor  # (n, critic columns)
@@ -98,7 +103,7 @@ class Decision(NamedTuple):
 
 
 class FactoredRecurrentActorCritic(nn.Module):
-    """Policy and value over a table of heads."""
+    """Policy and value over a table of heads, with a memory."""
 
     def __init__(self, table: ActionTable, layout: ObservationLayout, config: NetworkConfig | None = None) -> None:
         super().__init__()
@@ -115,7 +120,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         # one of 0.1. (CartPole without velocities, 20 to 40 k steps: returns around 190 with it, 350 without.)
         widths = [inputs, *[width] * config.encoder_layers]
         self.trunk = nn.Sequential(*(part for sizes in pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())))
-        self.lstm = nn.LSTM(width, config.hidden)
+        self.memory = MEMORIES[config.memory](width, config.hidden)
         self.actor = nn.Linear(config.hidden, config.head)
         self._informed = config.informed_critic and bool(layout.critic)
         critic_inputs = config.hidden + (len(layout.critic) if self._informed else 0)
@@ -151,7 +156,7 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Orthogonal weights from torch's global generator: small at the logits, with open forget gates."""
+        """Orthogonal weights from torch's global generator, small at the logits."""
         last = {head.score if isinstance(head, _OfferHead) else head for head in self.heads.values()}
         for part in self.modules():
             if isinstance(part, nn.Linear):
@@ -161,20 +166,14 @@ class FactoredRecurrentActorCritic(nn.Module):
             elif isinstance(part, nn.Embedding):
                 nn.init.normal_(part.weight, std=CHOICE_STD)
         nn.init.orthogonal_(self.critic_out.weight)
-        for name, weight in self.lstm.named_parameters():
-            if name.startswith("weight"):
-                nn.init.orthogonal_(weight)
-            else:
-                weight.zero_()
-        # torch's order of gates: input, forget, cell, output
-        self.lstm.get_parameter("bias_ih_l0").chunk(4)[1].fill_(FORGET_BIAS)
+        self.memory.reset_memory()
         if self.config.first_bias:
             first = self.table.heads[0].name
             self.get_parameter(f"heads.{first}.bias").copy_(torch.tensor(self.config.first_bias))
 
     def initial_state(self, n: int) -> HiddenState:
         """The hidden state of n envs at the start of a sequence: zeros."""
-        zero = self.critic_out.weight.new_zeros((n, self.config.hidden))
+        zero = self.critic_out.weight.new_zeros((n, self.config.state_size))
         return zero, zero.clone()
 
     def encode(self, flat: Tensor) -> Encoded:
@@ -183,30 +182,28 @@ class FactoredRecurrentActorCritic(nn.Module):
         if not self.layout.slots:
             return Encoded(self.trunk(host), slots, offers, critic)
         pooled_offers = [offers.mean(-2), offers.amax(-2)] if self.layout.offer else []
+        present = self.layout.presence(slots).unsqueeze(-1)
         slots = self.slot_encoder(torch.cat([slots, *pooled_offers], -1))
-        weights = torch.softmax(self.slot_attention(slots), -2)
-        pooled = (slots.mean(-2), slots.amax(-2), (weights * slots).sum(-2))
+        weights = torch.softmax(self.slot_attention(slots).masked_fill(~present, ILLEGAL), -2)
+        mean = slots.where(present, 0.0).sum(-2) / present.sum(-2)
+        pooled = (mean, slots.masked_fill(~present, ILLEGAL).amax(-2), (weights * slots).sum(-2))
         return Encoded(self.trunk(torch.cat([host, *pooled], -1)), slots, offers, critic)
 
     def step(self, trunk: Tensor, hidden_state: HiddenState) -> tuple[Tensor, HiddenState]:
         """One step of n envs: (n, encoder) → (n, hidden) and the next hidden state."""
-        if not self.config.recurrent:
-            hidden_state = self.initial_state(len(trunk))
-        hidden_state = torch.lstm_cell(trunk, hidden_state, *self.lstm.all_weights[0])
-        return hidden_state[0], hidden_state
+        return self.memory.step(trunk, hidden_state if self.config.recurrent else self.initial_state(len(trunk)))
 
     def unroll(self, trunk: Tensor, stretches: Stretches, hidden_state: HiddenState) -> Tensor:
         """Whole sequences, longest first, from their first hidden states: (steps, encoder) → (steps, hidden)."""
         if not self.config.recurrent:
-            hidden, _ = self.lstm(trunk.unsqueeze(0))
-            core: Tensor = hidden.squeeze(0)
-            return core
+            return self.memory.unroll(trunk.unsqueeze(0), self.initial_state(len(trunk)))[0].squeeze(0)
         sizes = [size * time for size, time in stretches.blocks]
         if stretches.positions is not None:
             trunk = trunk.new_zeros((sum(sizes), trunk.shape[1])).index_copy(0, stretches.positions, trunk)
-        state, parts = [part.unsqueeze(0) for part in hidden_state], []
+        first, second = hidden_state
+        parts = []
         for (size, time), block in zip(stretches.blocks, trunk.split(sizes), strict=True):
-            hidden, state = self.lstm(block.view(time, size, -1), [part[:, :size].contiguous() for part in state])
+            hidden, (first, second) = self.memory.unroll(block.view(time, size, -1), (first[:size], second[:size]))
             parts.append(hidden.flatten(0, 1))
         core = torch.cat(parts) if len(parts) > 1 else parts[0]
         # Not core[positions]: its gradient is scattered one number at a time.

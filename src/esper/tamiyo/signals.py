@@ -39,6 +39,7 @@ class HostView(NamedTuple):
 class SlotView(NamedTuple):
     """Each slot, occupied or not, (N, S). `features.SLOT_COLUMNS` declares the dtypes."""
 
+    present: Tensor  # False: padding, where a policy is made for more slots than the host has
     width: Tensor
     depth: Tensor  # 0 at the host's input, 1 at its output
     rms: Tensor

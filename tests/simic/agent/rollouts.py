@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 from esper.tamiyo import ActionHead, ActionTable
-from esper.tamiyo.network import HiddenState
+from esper.tamiyo.memory import HiddenState
 
 TABLE = ActionTable((ActionHead("op", 3), ActionHead("slot", 2, matters=(False, True, True), given="op")))
 SIZE, HIDDEN = 5, 4

@@ -10,6 +10,7 @@ from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import main
 from esper.leyline import BadValueError
+from esper.simic.agent.policy import write_policy
 from esper.simic.evaluation.comparison import run_comparisons
 from esper.simic.evaluation.policies import (
     EvaluationConfig,
@@ -21,6 +22,7 @@ from esper.simic.evaluation.policies import (
 )
 from esper.simic.telemetry import AlarmLimits
 from esper.simic.training.config import TrainConfig
+from esper.simic.training.policy_files import open_policy
 from esper.simic.training.run_folder import RunFolder
 from esper.simic.training.trainer import Trainer
 
@@ -143,3 +145,17 @@ def test_an_unfinished_run_is_warned_of() -> None:
     assert warning.startswith("b has completed 1 of its 3 rounds")
     assert json.loads(json.dumps(found.to_json()))["warnings"] == [warning]
     assert unfinished([Path("a")]) == []
+
+
+def test_policy_files_are_evaluated_like_runs() -> None:
+    """A file has the figures of the run that it comes from; a copy of it is no other training seed."""
+    train("a", seed=0)
+    agent, preset = open_policy(Path("a"))
+    write_policy(Path("file"), agent, preset)
+    shutil.copy("file", "copy")
+    found = run_comparisons([QUICK], ["a", "file"], EvaluationConfig(QUICK, 2, 7, final=True), progress=False)
+    one, other = (found.tasks[QUICK].policies[name][0] for name in ("a", "file"))
+    assert one == other
+    assert Path("file.final.jsonl").is_file(), "signed beside it"
+    with pytest.raises(BadValueError, match="file and copy hold the same policy"):
+        check_same_recipe(["file", "copy"])

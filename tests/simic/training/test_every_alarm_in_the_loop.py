@@ -77,7 +77,7 @@ def op_bias(agent: PPOAgent) -> Tensor:
 
 def gates(trainer: Trainer) -> Tensor:
     """Biases of the memory's gates (4, hidden): input, forget, cell, output."""
-    return dict(trainer.agent.network.lstm.named_parameters())["bias_ih_l0"].view(4, -1)
+    return trainer.agent.network.get_parameter("memory.bias_ih_l0").view(4, -1)
 
 
 def scale_gradients(factor: float, *weights: Tensor) -> None:

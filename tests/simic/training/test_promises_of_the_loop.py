@@ -11,7 +11,7 @@ from simic.training.tiny import make_runner, quick_config, quick_trainer
 from torch import Tensor
 
 from esper.kasmina import CNNHost
-from esper.leyline import head_preset
+from esper.leyline import SlotConfig, head_preset
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.arena import PolicyPlayer, SideBySide
@@ -21,7 +21,7 @@ from esper.simic.training.config import growth_ppo
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import Groups
 from esper.tamiyo.heads import Masks
-from esper.tamiyo.network import HiddenState
+from esper.tamiyo.memory import HiddenState
 from esper.tamiyo.policy import PolicyView
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.batches import ImageBatches
@@ -57,9 +57,9 @@ def test_a_round_enters_the_statistics_of_observations_once_and_before_the_updat
     agent, calls = trainer.agent, list[str]()
     take_in, update = agent.observations.update, agent.update
 
-    def note_statistics(observations: Tensor) -> None:
+    def note_statistics(observations: Tensor, counted: Tensor | None) -> None:
         calls.append("statistics")
-        take_in(observations)
+        take_in(observations, counted)
 
     def note_update(*given: Any) -> PPOUpdateMetrics:  # Any: passed on as they are
         calls.append("update")
@@ -86,7 +86,7 @@ def test_a_trained_policy_acts_on_normalised_features() -> None:
     agent.observations.statistics.load_state_dict(state)
     runner.begin([1, 2])
     view = runner.view()
-    policy, draws = LearnedPolicy(agent), torch.rand((4, len(runner.table)))
+    policy, draws = LearnedPolicy(agent, runner.slots), torch.rand((4, len(runner.table)))
     actions, hidden_state = policy.act(view, policy.initial_state([1, 1, 2, 2]), draws)
     empty = agent.network.initial_state(4)
     wanted, _, normalised = agent.act(agent.normalise(view.features), view.masks, empty, uniform=draws)
@@ -150,8 +150,8 @@ BROKEN_ENV, BROKEN_STEP = 1, 2
 class Remembering(LearnedPolicy):
     """Keeps how much each env remembered when it was to act."""
 
-    def __init__(self, agent: PPOAgent) -> None:
-        super().__init__(agent)
+    def __init__(self, agent: PPOAgent, slots: SlotConfig) -> None:
+        super().__init__(agent, slots)
         self.sizes: list[Tensor] = []
 
     def act(self, view: PolicyView, hidden_state: HiddenState, uniform: Tensor) -> tuple[Tensor, HiddenState]:
@@ -184,7 +184,9 @@ def test_a_policy_begins_anew_after_a_panic(width: int) -> None:
     """In an evaluation too, later steps start with a fresh hidden state; the other hosts keep theirs."""
     runner = make_runner(2, 2)
     config = replace(growth_ppo(), steps=runner.fleet.task.steps)
-    policies = [Remembering(PPOAgent(runner.table, runner.layout, config, rng_seed=seed)) for seed in range(width)]
+    policies = [
+        Remembering(PPOAgent(runner.table, runner.layout, config, rng_seed=seed), runner.slots) for seed in range(width)
+    ]
     run_with_a_fault(policies, runner)
     # Side by side, each policy has every so many-th env.
     remembered = torch.stack([torch.stack(policy.sizes) for policy in policies], 2).flatten(1) > 0

@@ -13,7 +13,7 @@ from esper.leyline.records import decode, encode
 from esper.nissa import RoundMeasured, find_metric
 from esper.simic.agent import PPOAgent
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.collect import RoundCollector, check_alike
+from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups
@@ -21,7 +21,7 @@ from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 from esper.tolaria import HostFleet, Task, TaskRegistry, get_task
 
-SHORT = "digits_tiny_short"
+SHORT, TWO_SLOTS = "digits_tiny_short", "digits_tiny_two_slots"
 
 
 def short_task() -> Task:
@@ -119,8 +119,19 @@ def test_hosts_are_shared_evenly() -> None:
         TrainConfig(task="digits,digits", hosts=8)
 
 
-def test_tasks_that_differ_in_their_slots_are_refused() -> None:
-    """Heads and columns must be the same for all."""
-    other = replace(tiny_task(), name="digits_tiny_two_slots", slot_ids=("r1c0", "r1c1"))
-    with pytest.raises(BadValueError, match=r"cannot share a run: their \(slots, blueprints\) are \(3, .* and \(2, "):
-        check_alike([runner_of(tiny_task()), runner_of(other)])
+def test_tasks_may_differ_in_their_slots(tmp_path: Path) -> None:
+    """One policy for hosts of three slots and of two. Padding is never chosen, and counts in no statistic."""
+    if TWO_SLOTS not in TaskRegistry.names():
+        TaskRegistry.register(replace(tiny_task(), name=TWO_SLOTS, slot_ids=("r1c0", "r1c1")))
+    config = TrainConfig(task=f"{TWO_SLOTS}, digits_tiny", rounds=2, hosts=8, members=3, seed=1)
+    trainer = Trainer(config, tmp_path / "run")
+    with trainer.folder:
+        records = trainer.run_round()
+    assert [len(record.slots) for record in records] == [2, 3]
+    agent, buffer = trainer.agent, trainer.collector.buffer
+    slot = agent.table.index("slot")
+    assert int(buffer.actions[:3, :, slot].max()) <= 1, "rows of the hosts with two slots"
+    names, counts = agent.layout.column_names, agent.observations.statistics.count
+    per_host, per_slot = (float(counts[names.index(name)]) for name in ("time_left", "slot.width"))
+    assert (per_host, per_slot) == (6 * 12, 3 * 12 * 2 + 3 * 12 * 3)
+    assert trainer.agent.updates == 1

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from simic.training.smallest import close
 from simic.training.tiny import quick_config
 
-from esper.leyline import CheckpointError
+from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import PPOAgent
+from esper.simic.agent.policy import write_policy
+from esper.simic.training.policy_files import POLICY
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 
@@ -79,6 +82,17 @@ def test_what_cannot_be_begun_with_is_refused(tmp_path: Path, learned: Trainer) 
         Trainer(replace(settings, sensing=True), tmp_path / "new")
     with pytest.raises(CheckpointError, match="another head preset"):
         Trainer(replace(settings, preset="full"), tmp_path / "new")
-    with pytest.raises(CheckpointError, match="nothing has no checkpoint to start from"):
+    with pytest.raises(BadValueError, match="nothing: there is no such policy"):
         Trainer(replace(settings, start=tmp_path / "nothing"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_policy_file_serves_as_a_start(tmp_path: Path, learned: Trainer) -> None:
+    """A file alone, or the folder that holds it: the same weights and scales as from the run."""
+    write_policy(tmp_path / POLICY, learned.agent, learned.config.preset)
+    for start in (tmp_path / POLICY, tmp_path):
+        begun = Trainer(replace(learned.config, start=start, seed=5, rounds=1), tmp_path / f"from {start.name}")
+        close(begun)
+        assert same(weights(begun.agent), weights(learned.agent))
+        scales = [agent.observations.statistics.state_dict() for agent in (begun.agent, learned.agent)]
+        assert same(*scales)

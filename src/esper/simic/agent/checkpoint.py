@@ -53,14 +53,20 @@ def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | Non
     write_stored(folder, AGENT, content, agent_tensors(agent))
 
 
+def policy_tensors(agent: PPOAgent) -> dict[str, Tensor]:
+    """The weights of an agent and its statistics by name, without what only the next update needs."""
+    tensors = {f"network.{name}": tensor for name, tensor in agent.network.state_dict().items()}
+    for part, statistics in _statistics(agent).items():
+        tensors |= {f"{part}.{name}": value for name, value in statistics.state_dict().items()}
+    return tensors
+
+
 def agent_tensors(agent: PPOAgent) -> dict[str, Tensor]:
     """All tensors of an agent by name."""
-    tensors = {f"network.{name}": tensor for name, tensor in agent.network.state_dict().items()}
+    tensors = policy_tensors(agent)
     for name, weight in agent.network.named_parameters():
         state = agent.optimizer.state.get(weight, {})
         tensors |= {f"adam.{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
-    for part, statistics in _statistics(agent).items():
-        tensors |= {f"{part}.{name}": value for name, value in statistics.state_dict().items()}
     return tensors | {"generator": agent.generator.get_state()}
 
 
@@ -100,6 +106,28 @@ def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) 
     for name in trained:
         moments = (weights[name], weights[name], torch.zeros(()))
         expected |= {f"adam.{moment}.{name}": tensor for moment, tensor in zip(MOMENTS, moments, strict=True)}
+    check_tensors(tensors, expected, where)
+    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
+    restore_policy(agent, tensors)
+    for name in trained:
+        agent.optimizer.state[weights[name]] = {
+            moment: tensors[f"adam.{moment}.{name}"].to(agent.device, copy=True) for moment in MOMENTS
+        }
+
+
+def restore_policy(agent: PPOAgent, tensors: Mapping[str, Tensor]) -> None:
+    """Restore weights and statistics from tensors that were checked."""
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+    agent.network.load_state_dict(part("network."))
+    for name, statistics in _statistics(agent).items():
+        statistics.load_state_dict(part(f"{name}."))
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """Raise unless the tensors are finite and have the names, shapes and dtypes of the expected ones."""
     if set(tensors) != set(expected):
         unknown, missing = sorted(set(tensors) - set(expected)), sorted(set(expected) - set(tensors))
         raise CheckpointError(f"{where}: unknown tensors {unknown[:3]}, missing {missing[:3]}")
@@ -109,15 +137,3 @@ def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) 
             raise CheckpointError(f"{where}: tensor {name!r} is {own}; this agent needs {needed}")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{where}: tensor {name!r} has numbers that are not finite")
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-    agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
-    agent.network.load_state_dict(part("network."))
-    for name in trained:
-        agent.optimizer.state[weights[name]] = {
-            moment: tensors[f"adam.{moment}.{name}"].to(agent.device, copy=True) for moment in MOMENTS
-        }
-    for name, statistics in _statistics(agent).items():
-        statistics.load_state_dict(part(f"{name}."))

@@ -21,7 +21,7 @@ from esper.simic.agent.metrics import PPOUpdateMetrics
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
 from esper.simic.control import RewardNormalizer, RunningMeanStd
-from esper.tamiyo.network import HiddenState
+from esper.tamiyo.memory import HiddenState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -188,7 +188,7 @@ class RolloutCollector:
     def __init__(self, envs: EnvBatch, agent: PPOAgent, returns: list[tuple[int, float]]) -> None:
         self.envs, self.agent, self.returns = envs, agent, returns
         config, n = agent.config, len(envs.envs)
-        size, hidden = envs.codec.observation_size, config.network.hidden
+        size, hidden = envs.codec.observation_size, config.network.state_size
         self.buffer = TamiyoRolloutBuffer(n, config.steps, size, agent.table, hidden, device=agent.device)
         self.rewards = RewardNormalizer(n, config.gamma)
         self.hidden_state = agent.network.initial_state(n)

@@ -1,23 +1,37 @@
-"""A trained agent as a growth policy."""
+"""A trained agent as a growth policy, and policies in files.
 
-from dataclasses import replace
+A policy file holds what acting needs (heads, columns, network, weights, statistics of observations) and the critic with
+its scale, so that training can continue from it. It does not say how the policy was made.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from esper.leyline import CheckpointError
-from esper.simic.agent.checkpoint import load_agent
+from esper.leyline import CheckpointError, SlotConfig, head_preset
+from esper.leyline.records import decode, encode
+from esper.simic.agent.checkpoint import check_tensors, policy_tensors, restore_policy
+from esper.simic.agent.config import PPOConfig
 from esper.simic.agent.ppo import PPOAgent
-from esper.tamiyo import ActionTable, ObservationLayout, signals_to_features
-from esper.tamiyo.network import HiddenState
+from esper.storage.stored import checkpoint_errors
+from esper.storage.tensor_files import FileFormat, read_tensor_file, write_tensor_file
+from esper.tamiyo import ActionTable, FactoredRecurrentActorCritic, NetworkConfig, ObservationLayout
+from esper.tamiyo.memory import HiddenState
 from esper.tamiyo.policy import PolicyView
+from esper.tamiyo.translation import Translation, adapt
+
+POLICY_FILE = FileFormat("esper-policy", 1, "policy file")
 
 
 class LearnedPolicy:
     """Samples from the agent's policy without exploration, or takes the likeliest choices."""
 
-    def __init__(self, agent: PPOAgent, *, greedy: bool = False) -> None:
+    def __init__(self, agent: PPOAgent, slots: SlotConfig, *, greedy: bool = False) -> None:
+        """`agent` is for as many slots as the hosts have; it may know other blueprints."""
         self.agent, self.greedy = agent, greedy
+        self.translation = Translation(slots, agent.layout)
 
     @property
     def table(self) -> ActionTable:
@@ -29,47 +43,91 @@ class LearnedPolicy:
 
     def act(self, view: PolicyView, hidden_state: HiddenState, uniform: Tensor) -> tuple[Tensor, HiddenState]:
         # From the policy's own columns: one trained without sensing must not see what others sense.
-        observations = self.agent.normalise(signals_to_features(view.signals, self.agent.layout))
+        observations = self.agent.normalise(self.translation.features(view.signals))
+        masks = self.translation.masks(view.masks)
         decision, _, hidden_state = self.agent.act(
-            observations, view.masks, hidden_state, uniform=uniform, greedy=self.greedy
+            observations, masks, hidden_state, uniform=uniform, greedy=self.greedy
         )
-        return decision.actions, hidden_state
+        return self.translation.actions(decision.actions, self.agent.table), hidden_state
 
     def forget(self, hidden_state: HiddenState, envs: Tensor) -> HiddenState:
         """Reset the hidden state of the envs (n,) bool that start a new sequence."""
-        return hidden_state[0].where(~envs[:, None], 0.0), hidden_state[1].where(~envs[:, None], 0.0)
+        return forget(hidden_state, envs)
 
 
-def load_policy(
-    folder: Path, table: ActionTable, layout: ObservationLayout, *, greedy: bool = False, device: str = "cpu"
-) -> LearnedPolicy:
-    """The policy of a checkpoint, for hosts with these heads and columns and any number of slots."""
-    agent, _ = load_agent(folder, device=device)
-    layout = replace(layout, critic=agent.layout.critic)  # acting does not use the critic
-    check_compatible(agent, table, layout, folder)
-    if agent.table != table or agent.layout != layout:
-        adapted = PPOAgent(table, layout, agent.config, total_updates=agent.total_updates, device=device)
+def forget(hidden_state: HiddenState, envs: Tensor) -> HiddenState:
+    """The hidden state, reset for envs (n,) bool."""
+    return hidden_state[0].where(~envs[:, None], 0.0), hidden_state[1].where(~envs[:, None], 0.0)
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy without its tensors."""
+
+    preset: str
+    table: ActionTable
+    layout: ObservationLayout
+    network: NetworkConfig
+    normalise_observations: bool
+
+
+def write_policy(path: Path, agent: PPOAgent, preset: str) -> None:
+    """Write the policy of an agent as one file."""
+    config = agent.config
+    saved = SavedPolicy(preset, agent.table, agent.layout, config.network, config.normalise_observations)
+    write_tensor_file(path, POLICY_FILE, encode(saved), policy_tensors(agent))
+
+
+def read_policy(path: Path, *, device: torch.device | str = "cpu") -> tuple[PPOAgent, str]:
+    """The agent of a policy file, with frozen statistics, and its preset. Everything is checked before it is built."""
+    content, tensors = read_tensor_file(path, POLICY_FILE)
+    with checkpoint_errors(str(path)):
+        saved: SavedPolicy = decode(SavedPolicy, content, "policy")
+        head_preset(saved.preset)
+        config = PPOConfig(network=saved.network, normalise_observations=saved.normalise_observations)
+        with torch.device("meta"):  # a forged file may describe a network that no memory holds
+            table = ActionTable(saved.table.heads)  # a copy, because a table caches a tensor
+            network = FactoredRecurrentActorCritic(table, saved.layout, saved.network).state_dict()
+        named = {name: tensor for name, tensor in tensors.items() if name.startswith("network.")}
+        check_tensors(named, {f"network.{name}": tensor for name, tensor in network.items()}, str(path))
+        tasks = len(tensors["returns.mean"]) if "returns.mean" in tensors else 1
+        agent = PPOAgent(saved.table, saved.layout, config, tasks=tasks, device=device)
+        check_tensors(tensors, policy_tensors(agent), str(path))
+        restore_policy(agent, tensors)
+        agent.observations.freeze()
+    return agent, saved.preset
+
+
+def fit_policy(agent: PPOAgent, slots: SlotConfig, *, greedy: bool = False) -> LearnedPolicy:
+    """The policy of an agent for hosts with these slots: of any number, with blueprints that it knows by name."""
+    table, layout = adapt(agent.table, agent.layout, len(slots))
+    if table != agent.table:
+        adapted = PPOAgent(table, layout, agent.config, total_updates=agent.total_updates, device=agent.device)
         adapted.network.load_state_dict(agent.network.state_dict())
         adapted.observations.statistics.load_state_dict(agent.observations.statistics.state_dict())
         agent = adapted
-    return LearnedPolicy(agent, greedy=greedy)
+    return LearnedPolicy(agent, slots, greedy=greedy)
 
 
-def check_compatible(agent: PPOAgent, table: ActionTable, layout: ObservationLayout, folder: Path) -> None:
-    """Raise unless the agent of a checkpoint fits these heads and columns. The number of slots may differ."""
-    columns, expected = agent.layout.column_names, layout.column_names
-    if (columns, agent.layout.blueprints) != (expected, layout.blueprints):
-        unknown = [name for name in columns if name not in expected]
-        missing = [name for name in expected if name not in columns]
-        raise CheckpointError(
-            f"{folder}: the policy sees other columns: {unknown[:5]} are unknown here, it lacks {missing[:5]}; "
-            f"it was trained with {agent.layout.blueprints} blueprints, not {layout.blueprints}"
-        )
-    sizes, needed = (
-        {head.name: 0 if head.kind == "pointer" else head.size for head in each.heads} for each in (agent.table, table)
+def check_heads(agent: PPOAgent, table: ActionTable, where: Path) -> None:
+    """Raise unless an agent has the heads of this table. The numbers of slots and blueprints may differ."""
+    free = ("pointer", "offer")
+    own, needed = (
+        {head.name: 0 if head.kind in free else head.size for head in each.heads} for each in (agent.table, table)
     )
-    if list(sizes.items()) != list(needed.items()):
+    if list(own.items()) != list(needed.items()):
         raise CheckpointError(
-            f"{folder}: the policy has another head preset, with heads {list(sizes)} instead of {list(needed)}; "
-            f"use --preset {'full' if len(sizes) > len(needed) else 'core'}"
+            f"{where}: the policy has another head preset, with heads {list(own)} instead of {list(needed)}; "
+            f"use --preset {'full' if len(own) > len(needed) else 'core'}"
+        )
+
+
+def check_columns(agent: PPOAgent, layout: ObservationLayout, where: Path) -> None:
+    """Raise unless an agent sees exactly these columns, blueprints included."""
+    own, needed = agent.layout.column_names, layout.column_names
+    if own != needed:
+        unknown = [name for name in own if name not in needed]
+        missing = [name for name in needed if name not in own]
+        raise CheckpointError(
+            f"{where}: the policy sees other columns: {unknown[:5]} are unknown here, it lacks {missing[:5]}"
         )

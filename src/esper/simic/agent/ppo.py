@@ -21,7 +21,8 @@ from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
 from esper.simic.control import ObservationNormalizer, ReturnNormalizer
 from esper.tamiyo import ActionTable, Decision, FactoredRecurrentActorCritic, ObservationLayout
 from esper.tamiyo.heads import EmptyMaskError, Masks
-from esper.tamiyo.network import Encoded, HiddenState
+from esper.tamiyo.memory import HiddenState
+from esper.tamiyo.network import Encoded
 
 T = TypeVar("T")
 COMPILERS = ("torch._dynamo", "torch._inductor")
@@ -68,7 +69,7 @@ class PPOAgent:
         self.network = network.to(self.device)
         self.generator = torch.Generator().manual_seed(rng_seed)
         # Normalisers: running statistics, not data.
-        self.observations = ObservationNormalizer(layout.columns(), device=self.device)
+        self.observations = ObservationNormalizer(layout.columns(), layout.as_they_are(), device=self.device)
         self.returns = ReturnNormalizer(tasks, device=self.device)
         named = list(self.network.named_parameters())
         others = {name: weight for name, weight in named if not name.startswith("critic")}
@@ -228,7 +229,7 @@ class PPOAgent:
         if buffer.device.type != self.device.type:
             raise BadValueError(f"the buffer is on {buffer.device}, the policy on {self.device}")
         own = (buffer.observations.shape[-1], buffer.hidden_state[0].shape[-1])
-        if own != (needed := (self.layout.size, self.config.network.hidden)):
+        if own != (needed := (self.layout.size, self.config.network.state_size)):
             raise BadValueError(f"the buffer has (observation, hidden) sizes {own}, the policy has {needed}")
         if not buffer.steps:
             raise BadValueError("the buffer is empty: collect a round first")

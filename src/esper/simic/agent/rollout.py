@@ -17,7 +17,8 @@ from torch import Tensor
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 from esper.tamiyo.heads import ActionTable, Masks
-from esper.tamiyo.network import HiddenState, Stretches
+from esper.tamiyo.memory import HiddenState
+from esper.tamiyo.network import Stretches
 
 Array = NDArray[np.int64]
 BLOCK_CELLS = 140

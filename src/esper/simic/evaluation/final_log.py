@@ -40,7 +40,7 @@ def sign_final(runs: Sequence[Path], entry: dict[str, Json], *, resumed: bool = 
     warnings = [warning for folder, subject in signed for warning in _earlier(folder, subject, same)]
     with ExitStack() as opened:
         try:
-            files = [opened.enter_context(JsonLines(run / FINAL)) for run in runs]
+            files = [opened.enter_context(JsonLines(_log_of(run))) for run in runs]
         except OSError as error:
             raise BadValueError(f"a final evaluation must be signed, and this cannot be written: {error}") from error
         for file in files:
@@ -52,12 +52,17 @@ def _ancestors(run: Path) -> Iterator[Path]:
     """The runs that a run started from, the nearest first, as far as their folders exist."""
     seen: set[Path] = set()
     with suppress(EsperError):  # an ancestor that cannot be read any more; runs that are evaluated were checked before
-        while (start := read_config(run).start) is not None and start.is_dir():
+        while (start := read_config(run).start) is not None and start.exists():
             seen.add(run.resolve())
             if start.resolve() in seen:
                 return
             yield start
             run = start
+
+
+def _log_of(run: Path) -> Path:
+    """In the folder of a run or policy; beside a policy file."""
+    return run / FINAL if run.is_dir() else run.with_name(f"{run.name}.{FINAL}")
 
 
 def _relative(path: Path) -> Path:
@@ -66,7 +71,7 @@ def _relative(path: Path) -> Path:
 
 
 def _earlier(run: Path, subject: str, same: dict[str, Json] | None) -> list[str]:
-    lines = read_lines(run / FINAL) if (run / FINAL).is_file() else ()
+    lines = read_lines(log) if (log := _log_of(run)).is_file() else ()
     entries = [line for line in lines if same is None or line | {"when": ""} != same | {"when": ""}]
     if not entries:
         return []

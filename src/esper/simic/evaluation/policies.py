@@ -10,12 +10,13 @@ from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError, SlotConfig, UnknownNameError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import flatten
-from esper.simic.agent.policy import load_policy
+from esper.simic.agent.policy import check_heads, fit_policy
 from esper.simic.evaluation.results import Result
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.hosts import Purpose, check_device
+from esper.simic.training.policy_files import is_run, open_policy, policy_path
 from esper.simic.training.run_folder import checkpoints_of, read_config
-from esper.tamiyo import ActionTable, Policy, growth_layout, growth_table
+from esper.tamiyo import ActionTable, Policy, growth_table
 from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, SchedulePolicy, WaitPolicy
 from esper.tamiyo.policies.shipped import TUNED_KINDS, TunedKind, read_heuristic, read_plan, shipped_file
 from esper.tolaria import Task, get_task
@@ -80,8 +81,8 @@ class PolicySpec:
 
     def files(self, task: Task) -> list[Path]:
         """The files that define the policy: a plan, thresholds, or the last checkpoint of every run."""
-        checkpoints = [checkpoints_of(Path(run)).newest() for run in self.runs]
-        weights = [path for folder in checkpoints if folder is not None for path in sorted(folder.iterdir())]
+        sources = [policy_path(Path(run)) for run in self.runs]
+        weights = [path for source in sources for path in (sorted(source.iterdir()) if source.is_dir() else [source])]
         return [self.tuned_file(task)] if self.file else weights
 
 
@@ -120,12 +121,11 @@ def make_policy(
 
 
 def _load_run(path: Path, table: ActionTable, slots: SlotConfig, device: str, *, greedy: bool) -> Policy:
-    if not path.is_dir():
-        raise UnknownNameError("policy", str(path), (*RULES, "a run folder"))
-    layout = growth_layout(slots, sensing=read_config(path).sensing)
-    if (checkpoint := checkpoints_of(path).newest()) is None:
-        raise BadValueError(f"{path} has no checkpoint: its first round is not complete; evaluate it later")
-    return load_policy(checkpoint, table, layout, greedy=greedy, device=device)
+    if not path.exists():
+        raise UnknownNameError("policy", str(path), (*RULES, "a run folder", "a policy file"))
+    agent, _ = open_policy(path, device=device)
+    check_heads(agent, table, path)
+    return fit_policy(agent, slots, greedy=greedy)
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,15 @@ FREE = ("seed", "start", "device", "threads", "data_dir", "alarms")  # may diffe
 
 
 def check_same_recipe(runs: Sequence[str]) -> None:
-    """Raise unless these are different runs of one configuration, because claims count training seeds."""
-    configs = [(run, read_config(Path(run))) for run in runs]
+    """Raise unless these are different runs of one configuration, because claims count training seeds.
+
+    Policy files do not say how they were made: they have to differ, and the rest is up to the user.
+    """
+    files = {run: policy_path(Path(run)) for run in runs if not is_run(Path(run))}
+    for first, second in combinations(files, 2):
+        if files[first].read_bytes() == files[second].read_bytes():
+            raise BadValueError(f"{first} and {second} hold the same policy, and so one training seed; name it once")
+    configs = [(run, read_config(Path(run))) for run in runs if run not in files]
     for (first, one), (second, other) in combinations(configs, 2):
         if Path(first).resolve() == Path(second).resolve():
             raise BadValueError(f"{first} and {second} are one folder, and so one training seed; name it once")
@@ -227,7 +234,9 @@ def _recipe(config: TrainConfig) -> dict[str, object]:
 
 def unfinished(runs: Sequence[Path]) -> list[str]:
     """A warning for each run that has fewer rounds than it was configured for."""
-    progress = {run: (max(checkpoints_of(run).numbers(), default=0), read_config(run).rounds) for run in runs}
+    progress = {
+        run: (max(checkpoints_of(run).numbers(), default=0), read_config(run).rounds) for run in runs if is_run(run)
+    }
     return [
         f"{run} has completed {done} of its {rounds} rounds: its figures are those of an unfinished run"
         for run, (done, rounds) in progress.items()

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, SlotConfig, derive_seed, objective
+from esper.leyline import SlotConfig, derive_seed, objective
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
+from esper.simic.agent.policy import forget
 from esper.simic.rewards import (
     Finding,
     RewardConfig,
@@ -25,6 +26,7 @@ from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult, 
 from esper.simic.training.hosts import Purpose, host_seed
 from esper.tamiyo.features import fill_in_control_end
 from esper.tamiyo.policy import PolicyView
+from esper.tamiyo.translation import Translation
 
 
 def reward_step(
@@ -104,15 +106,16 @@ class RoundCollector:
         self.spans = spans if spans is not None else Spans(enabled=False)
         for runner in runners:
             runner.spans = self.spans
+        self.translations = [Translation(runner.slots, agent.layout) for runner in runners]
         grown = [runner.groups.grown for runner in runners]
         # The rows of the buffer that belong to each task.
         self.rows = [range(end - count, end) for count, end in zip(grown, accumulate(grown), strict=True)]
         self.buffer = TamiyoRolloutBuffer(
             sum(grown),
             max(runner.fleet.task.steps for runner in runners),
-            runners[0].layout.size,
-            runners[0].table,
-            agent.config.network.hidden,
+            agent.layout.size,
+            agent.table,
+            agent.config.network.state_size,
             tasks=torch.arange(len(grown)).repeat_interleave(torch.tensor(grown)),
             device=agent.device,
         )
@@ -121,14 +124,17 @@ class RoundCollector:
         """Play one round with the current policy. Afterwards, update the normaliser of observations with it."""
         agent = self.agent
         self.buffer.begin(agent.network.initial_state(self.buffer.n_envs), agent.epsilon)
-        records = [self._play(round_index, runner, rows) for runner, rows in zip(self.runners, self.rows, strict=True)]
+        everyone = zip(self.runners, self.translations, self.rows, strict=True)
+        records = [self._play(round_index, runner, translation, rows) for runner, translation, rows in everyone]
         agent.recompute_values(self.buffer)  # `_play` has filled in the control's final accuracy, for the critic
         if agent.progress >= agent.config.freeze_after:
             agent.observations.freeze()
-        agent.observations.update(torch.cat([record.features.flatten(0, 1) for record in records]))
+        features = torch.cat([record.features.flatten(0, 1) for record in records])
+        padded = any(translation.missing for translation in self.translations)
+        agent.observations.update(features, agent.layout.counted(features) if padded else None)
         return records
 
-    def _play(self, round_index: int, runner: EpisodeRunner, rows: range) -> RoundRecord:
+    def _play(self, round_index: int, runner: EpisodeRunner, translation: Translation, rows: range) -> RoundRecord:
         first_group = rows.start // runner.groups.members
         groups = range(first_group, first_group + runner.groups.count)
         with self.spans("begin"):
@@ -136,7 +142,7 @@ class RoundCollector:
         steps, heads = runner.fleet.task.steps, len(runner.table)
         positions = [(round_index, env) for env in rows]
         draws = action_draws(self.rng_seed, "training", positions, steps, heads)
-        rollout = _Rollout(self, runner, rows, draws)
+        rollout = _Rollout(self, runner, translation, rows, draws)
         play_episode(runner, rollout.act, rollout.on_step)
         return rollout.record()
 
@@ -144,22 +150,27 @@ class RoundCollector:
 class _Rollout:
     """One task's episode: decides with the agent's policy and stores every step in rows of the buffer."""
 
-    def __init__(self, collector: RoundCollector, runner: EpisodeRunner, rows: range, draws: Tensor) -> None:
-        self.collector, self.runner, self.rows, self.draws = collector, runner, rows, draws
+    def __init__(
+        self, collector: RoundCollector, runner: EpisodeRunner, translation: Translation, rows: range, draws: Tensor
+    ) -> None:
+        self.collector, self.runner, self.translation = collector, runner, translation
+        self.rows, self.draws = rows, draws
         self.agent, self.buffer, self.spans = collector.agent, collector.buffer, collector.spans
         self.hidden_state = self.agent.network.initial_state(len(rows))
         self.features: list[Tensor] = []
+        self.actions: list[Tensor] = []
         self.parts: list[dict[str, Tensor]] = []
         self.results: list[StepResult] = []
         self.lstm: LstmHealth | None = None
 
     def act(self, view: PolicyView) -> Tensor:
         """Sample actions (n, heads). Keeps what `on_step` needs to store the decision."""
-        self.observations = self.agent.normalise(view.features)
+        self.features.append(self.translation.features(view.signals))
+        self.observations, self.masks = self.agent.normalise(self.features[-1]), self.translation.masks(view.masks)
         self.decision, self.values, self.hidden_state = self.agent.act(
-            self.observations, view.masks, self.hidden_state, epsilon=self.buffer.epsilon, uniform=self.draws[view.step]
+            self.observations, self.masks, self.hidden_state, epsilon=self.buffer.epsilon, uniform=self.draws[view.step]
         )
-        return self.decision.actions
+        return self.translation.actions(self.decision.actions, self.agent.table)
 
     def on_step(self, step: int, view: PolicyView, actions: Tensor, result: StepResult) -> None:
         """Reward the step and store it; reset the hidden state of envs that end."""
@@ -167,18 +178,17 @@ class _Rollout:
         with self.spans("reward"):
             rewarded = reward_step(self.collector.reward, runner, view, actions, result)
         runner.potential = rewarded.potential  # the critic sees it in the next view
-        if step == runner.fleet.task.steps // 2:
+        if step == runner.fleet.task.steps // 2 and self.agent.config.network.memory == "lstm":
             with self.spans("watch"):
                 self.lstm = compute_lstm_health(self.hidden_state)
         ends = result.panics | runner.done
         values = self.agent.values_of(self.values, self.buffer.tasks[rows.start : rows.stop])
-        decided = (self.observations, view.masks, actions, self.decision.log_probs, values)
+        decided = (self.observations, self.masks, self.decision.actions, self.decision.log_probs, values)
         bootstraps = torch.zeros_like(values)  # an end or a panic is final: no value follows
         transition = Step(*decided, rewarded.total.float(), ends, bootstraps)
         self.buffer.add(transition, None if len(self.collector.runners) == 1 else rows)
-        hidden, cell = self.hidden_state
-        self.hidden_state = hidden.where(~ends[:, None], 0.0), cell.where(~ends[:, None], 0.0)
-        self.features.append(view.features)
+        self.hidden_state = forget(self.hidden_state, ends)
+        self.actions.append(actions)
         self.parts.append(dict(rewarded.parts))
         self.results.append(result)
 
@@ -187,7 +197,7 @@ class _Rollout:
         runner, buffer, results, last = self.runner, self.buffer, self.results, self.results[-1]
         assert last.hardened_accuracy is not None and last.hardened_control is not None
         task, rows = runner.fleet.task, slice(self.rows.start, self.rows.stop)
-        features = fill_in_control_end(torch.stack(self.features), runner.layout, last.hardened_control)
+        features = fill_in_control_end(torch.stack(self.features), self.agent.layout, last.hardened_control)
         normalised = self.agent.normalise(features.flatten(0, 1)).view_as(features)
         buffer.observations[rows, : task.steps] = normalised.transpose(0, 1)
         with self.spans("watch"):
@@ -202,7 +212,7 @@ class _Rollout:
             accuracy=last.hardened_accuracy,
             added_parameters=last.fossil_parameters,
             features=features,
-            actions=buffer.actions[rows, : task.steps].transpose(0, 1).clone(),
+            actions=torch.stack(self.actions),
             rewards=buffer.rewards[rows, : task.steps].T.clone(),
             parts={name: torch.stack([parts[name] for parts in self.parts]) for name in self.parts[0]},
             accuracies=torch.stack([result.accuracy for result in results]),
@@ -227,15 +237,3 @@ def find_suspects(
     counts = torch.stack([flags.sum() for flags in (measured, *suspects)])
     germinations = torch.stack([result.slots.tried for result in results])
     return counts, findings(suspects, germinations, contribution, gain, slot_ids)
-
-
-def check_alike(runners: Sequence[EpisodeRunner]) -> None:
-    """Raise unless one policy can see and control the hosts of all tasks."""
-    first, *others = runners
-    for other in others:
-        if other.table != first.table or other.layout != first.layout:
-            shapes = [(len(each.slots), list(each.slots.blueprint_names)) for each in (first, other)]
-            raise BadValueError(
-                f"tasks {first.fleet.task.name!r} and {other.fleet.task.name!r} cannot share a run: their (slots, "
-                f"blueprints) are {shapes[0]} and {shapes[1]}; train one policy per task"
-            )

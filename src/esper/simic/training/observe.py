@@ -136,6 +136,7 @@ class Observer:
         config, live = self.growable.config, state.stage in LIVE_STAGES
         described: dict[str, float] = {
             **{column.name: attrgetter(column.seed)(state) for column in SLOT_COLUMNS if column.seed is not None},
+            "present": 1,
             "blueprint": self.names.index(state.blueprint) if state.blueprint is not None else -1,
             "can_advance": state.stage is SeedStage.TRAINING and _passes(state, SeedStage.BLENDING, config),
             "can_fossilize": state.stage is SeedStage.HOLDING and _passes(state, SeedStage.FOSSILIZED, config),

@@ -241,15 +241,12 @@ def round_values(
     records: Sequence[RoundRecord], update: PPOUpdateMetrics, timing: Mapping[str, Json]
 ) -> dict[str, Json]:
     """The metrics of a round: all tasks together, each of several tasks, the update, and `timing`."""
-    slots, ops = records[0].slots, [op for record in records for op in record.actions[..., 0].flatten().tolist()]
+    ops = [op for record in records for op in record.actions[..., 0].flatten().tolist()]
     return {
         **_growth(records),
         **({"tasks": {record.task: _growth([record]) for record in records}} if len(records) > 1 else {}),
         "ops": dict(Counter(LifecycleOp(op).name for op in ops)),
-        "germinated": {
-            f"{slots.slot_ids[slot]}/{slots.blueprint_names[blueprint]}": number
-            for (slot, blueprint), number in _germinated(records).items()
-        },
+        "germinated": dict(_germinated(records)),
         **encode(update.flat()),  # numbers that are not finite become words
         "timing": timing,
     }
@@ -275,10 +272,14 @@ def _growth(records: Sequence[RoundRecord]) -> dict[str, object]:
     }
 
 
-def _germinated(records: Sequence[RoundRecord]) -> Counter[tuple[int, int]]:
-    """Number of germinations by (slot, blueprint), both as indices."""
-    actions = [action for record in records for action in record.actions.flatten(0, 1).tolist()]
-    return Counter((slot, blueprint) for op, slot, blueprint, *_ in actions if op == LifecycleOp.GERMINATE)
+def _germinated(records: Sequence[RoundRecord]) -> Counter[str]:
+    """Number of germinations by `slot/blueprint`."""
+    return Counter(
+        f"{record.slots.slot_ids[slot]}/{record.slots.blueprint_names[blueprint]}"
+        for record in records
+        for op, slot, blueprint, *_ in record.actions.flatten(0, 1).tolist()
+        if op == LifecycleOp.GERMINATE
+    )
 
 
 def _short(value: Json) -> Json:

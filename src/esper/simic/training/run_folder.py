@@ -14,7 +14,6 @@ import torch
 from esper.leyline import BadValueError, CheckpointError, StorageError
 from esper.leyline.records import config_checksum, decode, encode
 from esper.simic.agent import PPOAgent, load_agent, save_agent
-from esper.simic.agent.policy import check_compatible
 from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig, decode_config
 from esper.storage.files import folder_lock, is_leftover, remove_leftovers, replace_file, storage_errors
@@ -262,21 +261,3 @@ def _check_beginning(path: Path) -> None:
                 f"{path / name} tells of {last + (name != SESSIONS)} rounds, but {path / CHECKPOINTS} holds no "
                 "checkpoint; put a copy of one there, or start a new run in another folder"
             )
-
-
-def begin_with(agent: PPOAgent, run: Path) -> None:
-    """Give a new agent what the last checkpoint of a run has learnt: weights, and frozen observation statistics."""
-    folder = checkpoints_of(run).newest()
-    if folder is None:
-        raise CheckpointError(f"{run} has no checkpoint to start from; name a run with at least one complete round")
-    learned, _ = load_agent(folder, device=str(agent.device))
-    check_compatible(learned, agent.table, agent.layout, folder)
-    ours, its = (asdict(one.config.network) for one in (agent, learned))
-    if differing := {name: (its[name], ours[name]) for name in ours if its[name] != ours[name]}:
-        raise CheckpointError(f"{folder}: a network of another make, (its, this run's): {differing}; make them alike")
-    agent.network.load_state_dict(learned.network.state_dict())
-    agent.observations.statistics.load_state_dict(learned.observations.statistics.state_dict())
-    agent.observations.frozen = True
-    returns, its_returns = agent.returns.statistics, learned.returns.statistics
-    if len(returns.mean) == len(its_returns.mean):  # otherwise the critic finds its scale anew
-        returns.load_state_dict(its_returns.state_dict())

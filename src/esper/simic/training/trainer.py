@@ -5,6 +5,7 @@ one episode of all hosts in lockstep and one update of the policy. A *group* is 
 *control*, never grows. The others, the *grown* envs, belong to the policy.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +15,16 @@ from esper.leyline import derive_seed, head_preset
 from esper.nissa import SinkSettings
 from esper.simic.agent import PPOAgent
 from esper.simic.telemetry import Spans, check_trace
-from esper.simic.training.collect import RoundCollector, RoundRecord, check_alike
+from esper.simic.training.collect import RoundCollector, RoundRecord
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, check_device, growth_fleet
+from esper.simic.training.policy_files import begin_with, open_policy
 from esper.simic.training.recorder import Recorder
-from esper.simic.training.run_folder import Restored, RunFolder, begin_with, check_settings, checkpoints_of
+from esper.simic.training.run_folder import Restored, RunFolder, check_settings, checkpoints_of
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
+from esper.tamiyo import ActionTable, ObservationLayout, growth_layout, growth_table
 from esper.tolaria import get_task
 
 
@@ -55,10 +58,10 @@ class Trainer:
             check_trace(profile / "trace.json.gz", config.device)
         self.config = config
         self.runners = [make_runner(config, name) for name in config.tasks]
-        check_alike(self.runners)
+        table, layout = common_view(self.runners, config)
         agent = PPOAgent(
-            self.runners[0].table,
-            self.runners[0].layout,
+            table,
+            layout,
             config.agent_config(*(runner.fleet.task for runner in self.runners)),
             total_updates=config.rounds,
             tasks=len(self.runners),
@@ -104,6 +107,20 @@ class Trainer:
             self.round += 1
             recorder.show(measured, records)
         return records
+
+
+def common_view(runners: Sequence[EpisodeRunner], config: TrainConfig) -> tuple[ActionTable, ObservationLayout]:
+    """Heads and columns of one policy for the hosts of all tasks: their most slots, and all their blueprints.
+
+    A run that starts from another policy knows the blueprints of that one.
+    """
+    if config.start is None:
+        names = tuple(dict.fromkeys(name for runner in runners for name in runner.slots.blueprint_names))
+    else:
+        names = open_policy(config.start)[0].layout.vocabulary
+    widest = max((runner.slots for runner in runners), key=len)
+    layout = growth_layout(widest, sensing=config.sensing, vocabulary=names)
+    return growth_table(head_preset(config.preset), widest, names), layout
 
 
 def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
