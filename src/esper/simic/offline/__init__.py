@@ -1,0 +1,1 @@
+"""Learning from records: imitation and implicit Q-learning, without playing an episode."""

@@ -1,0 +1,82 @@
+"""Recorded episodes in memory: what was seen, done and earned, step by step.
+
+Tensors are (episodes, steps, …). Episodes of one set belong to one task, so they have the same columns and heads and
+are equally long. A panic ends a sequence inside an episode; the next step starts another.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import rent
+from esper.simic.rewards import RewardConfig
+from esper.tamiyo import ActionTable, ObservationLayout
+
+
+@dataclass(frozen=True)
+class RecordHeader:
+    """What all episodes of a file have in common."""
+
+    task: str
+    preset: str
+    table: ActionTable
+    layout: ObservationLayout
+    steps: int
+    host_parameters: int
+    chance_accuracy: float
+    by_loss: bool
+    policies: tuple[str, ...]  # who acted, by number: `learned`, `random`, `schedule: …`
+
+
+class Episodes(NamedTuple):
+    """Some episodes of one task. Gains and accuracies are in points, measured after each step."""
+
+    observations: Tensor  # (E, T, size): before normalisation; the critic's columns with their final values
+    masks: dict[str, Tensor]  # by head, (E, T, …) bool
+    actions: Tensor  # (E, T, heads) long
+    log_probs: Tensor  # (E, T, heads): of the behaviour, ε included; 0 for rules and for unused heads
+    forced: Tensor  # (E, T) bool: there was one legal action
+    terminated: Tensor  # (E, T) bool: the last step of a sequence, by the end of the episode or a panic
+    truncated: Tensor  # (E, T) bool: the record was cut here
+    panics: Tensor  # (E, T) bool
+    gain: Tensor  # (E, T): of the growing host over its control
+    accuracy: Tensor  # (E, T)
+    control_accuracy: Tensor  # (E, T)
+    acting_parameters: Tensor  # (E, T): of all seeds that act
+    fossil_parameters: Tensor  # (E, T)
+    final_gain: Tensor  # (E,): of the hardened host, at the end
+    epsilon: Tensor  # (E,): share of uniform choices of the behaviour
+    policy: Tensor  # (E,) long: index into `RecordHeader.policies`
+    host_seed: Tensor  # (E,) long
+    round: Tensor  # (E,) long; −1 outside of training
+
+    def __len__(self) -> int:  # type: ignore[override]  # the number of episodes, not of fields
+        return len(self.policy)
+
+    def objective(self, header: RecordHeader, rho: float) -> Tensor:
+        """(E,): gain of the hardened host minus the rent of its fossils."""
+        return self.final_gain - rent(self.fossil_parameters[:, -1], header.host_parameters, rho)
+
+    def rewards(self, header: RecordHeader, reward: RewardConfig) -> Tensor:
+        """(E, T): the `paired` reward without the price of commits, at any ρ and γ.
+
+        That is γ·Φ' − Φ with Φ = gain − rent of the acting seeds, and the objective in the last step. Φ is 0 before the
+        first step and at the end. A panic is worth ending at chance less a margin, and Φ stays that of the state before.
+        """
+        acting, fossils = (
+            rent(part.double(), float(header.host_parameters), reward.rho)
+            for part in (torch.maximum(self.acting_parameters, self.fossil_parameters), self.fossil_parameters)
+        )
+        levels = self.gain.double() - rent(self.acting_parameters.double(), float(header.host_parameters), reward.rho)
+        at_chance = header.chance_accuracy - self.control_accuracy.double() - acting - reward.crash_margin
+        rewards, potential = torch.zeros_like(levels), torch.zeros_like(levels[:, 0])
+        for step in range(levels.shape[1]):
+            panic, last = self.panics[:, step], step + 1 == levels.shape[1]
+            after = torch.zeros_like(potential) if last else levels[:, step].where(~panic, 0.0)
+            worth = self.final_gain.double() - fossils[:, -1] if last else torch.zeros_like(potential)
+            worth = at_chance[:, step].where(panic, worth)
+            rewards[:, step] = worth + reward.shaping * (reward.gamma * after - potential)
+            potential = after.where(~panic, potential)
+        return rewards.float()
