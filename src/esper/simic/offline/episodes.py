@@ -52,7 +52,9 @@ class Episodes(NamedTuple):
     host_seed: Tensor  # (E,) long
     round: Tensor  # (E,) long; −1 outside of training
 
-    def __len__(self) -> int:  # type: ignore[override]  # the number of episodes, not of fields
+    @property
+    def count(self) -> int:
+        """Number of episodes."""
         return len(self.policy)
 
     def objective(self, header: RecordHeader, rho: float) -> Tensor:
@@ -63,7 +65,7 @@ class Episodes(NamedTuple):
         """(E, T): the `paired` reward without the price of commits, at any ρ and γ.
 
         That is γ·Φ' − Φ with Φ = gain − rent of the acting seeds, and the objective in the last step. Φ is 0 before the
-        first step and at the end. A panic is worth ending at chance less a margin, and Φ stays that of the state before.
+        first step and at the end. A panic is worth ending at chance less a margin, and leaves Φ as it was.
         """
         acting, fossils = (
             rent(part.double(), float(header.host_parameters), reward.rho)
