@@ -52,11 +52,6 @@ class Episodes(NamedTuple):
     host_seed: Tensor  # (E,) long
     round: Tensor  # (E,) long; −1 outside of training
 
-    @property
-    def count(self) -> int:
-        """Number of episodes."""
-        return len(self.policy)
-
     def objective(self, header: RecordHeader, rho: float) -> Tensor:
         """(E,): gain of the hardened host minus the rent of its fossils."""
         return self.final_gain - rent(self.fossil_parameters[:, -1], header.host_parameters, rho)
