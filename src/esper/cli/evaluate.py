@@ -116,6 +116,8 @@ class EvaluateCommand:
     """Number of processes, of one thread each. The results do not depend on it."""
     keep: Path | None = None
     """Folder for intermediate results. Run the same command again to resume."""
+    record: Path | None = None
+    """Folder for records of every transition, for offline learning. Yardsticks are not recorded."""
     preset: str = "core"
     """Heads and ops of the policies, core or full, as in training."""
     isolation: Literal["shadow", "straight_through"] = "shadow"
@@ -139,7 +141,14 @@ class EvaluateCommand:
         hosts = (self.hosts, self.seed, self.preset, self.final, self.isolation, self.device, self.data_dir)
         config = EvaluationConfig(tasks[0], *hosts)
         report = run_comparisons(
-            tasks, policies, config, margin=self.margin, greedy=self.greedy, workers=self.workers, keep=self.keep
+            tasks,
+            policies,
+            config,
+            margin=self.margin,
+            greedy=self.greedy,
+            workers=self.workers,
+            keep=self.keep,
+            record=self.record,
         )
         print_report(console, report)
         if self.json is not None:
@@ -154,7 +163,7 @@ class EvaluateCommand:
         flags = [
             f"--{flag.name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
             for flag in fields(self)
-            if flag.name not in ("json", "picture", "keep", "data_dir")
+            if flag.name not in ("json", "picture", "keep", "record", "data_dir")
             and (value := getattr(self, flag.name)) != flag.default
         ]
         return made_with(" ".join(["esper evaluate", *flags]), self.device)

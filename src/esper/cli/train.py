@@ -95,6 +95,8 @@ class TrainCommand:
     """Number of newest checkpoints to keep."""
     profile: Annotated[Path | None, flag(Path)] = None
     """Folder for a trace of every operator of one round, the second from now (chrome://tracing, Perfetto)."""
+    record: Annotated[Path | None, flag(Path)] = None
+    """Folder for records of every transition, for offline learning. Name it again when you resume."""
     sinks: tyro.conf.OmitArgPrefixes[SinkSettings] = field(default_factory=SinkSettings)
     ppo: PPOFlags = field(default_factory=PPOFlags)
     reward: RewardFlags = field(default_factory=RewardFlags)
@@ -104,7 +106,8 @@ class TrainCommand:
         keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
         config = self.settings() if self.resume is None else self._resumed(self.resume)
         folder, resume = self.resume or self.out or OUT, self.resume is not None
-        trainer = Trainer(config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, profile=self.profile)
+        folders = {"profile": self.profile, "record": self.record}
+        trainer = Trainer(config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, **folders)
         trainer.run()
         console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
         if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
@@ -119,7 +122,7 @@ class TrainCommand:
 
     def _resumed(self, folder: Path) -> TrainConfig:
         """The settings of a run to resume; only its data folder may differ."""
-        names = _given(self).keys() - {"resume", "data_dir", "profile", "sinks", "ppo", "reward"}
+        names = _given(self).keys() - {"resume", "data_dir", "profile", "record", "sinks", "ppo", "reward"}
         names |= {f"{group}.{name}" for group in ("ppo", "reward") for name in _given(getattr(self, group))}
         if names:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))

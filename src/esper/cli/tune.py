@@ -31,6 +31,8 @@ class TuneCommand:
     """Number of processes, of one thread each."""
     device: str = "cpu"
     """Device of the hosts, such as cpu or cuda:0."""
+    record: Path | None = None
+    """Folder for records of every transition, for offline learning. Candidates name the policies."""
     data_dir: Path | None = None
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
 
@@ -39,7 +41,7 @@ class TuneCommand:
         torch.set_num_threads(1)
         check_free(self.out)
         hosts = (self.preset, self.data_dir, self.device, self.workers)
-        tuned = tune(self.task, self.kind, self.episodes, self.seed, *hosts)
+        tuned = tune(self.task, self.kind, self.episodes, self.seed, *hosts, record=self.record)
         write_tuned(self.out, tuned)
         console.print(
             f"{tuned.used} of {tuned.budget} episodes on {tuned.task}: {_describe(tuned.best)} (objective "

@@ -21,12 +21,15 @@ from torch import Tensor
 from esper.leyline import BadValueError, UnknownNameError, derive_seed, gain_over, head_preset, objective
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance, ignore, progress_bar
-from esper.leyline.records import Json, encode
+from esper.leyline.records import Json, checksum, encode
 from esper.simic.evaluation.arena import MakePolicy, SideBySide, divide, hardened, open_arena
 from esper.simic.evaluation.workers import RunAll, run_with
 from esper.simic.evaluation.yardsticks import extensions, plan_policy
+from esper.simic.offline.records import RecordWriter
+from esper.simic.offline.shards import check_unused
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import check_device, host_seed
+from esper.simic.training.tape import record_header
 from esper.storage.files import check_writable, replace_file
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo, Plan
 from esper.tamiyo.policies.heuristic import OFFER_CHOICES
@@ -239,13 +242,19 @@ def tune(
     workers: int = 1,
     *,
     progress: bool = True,
+    record: Path | None = None,
 ) -> Tuned:
-    """Search with at most this number of episodes. `rng_seed` determines everything random."""
+    """Search with at most this number of episodes. `rng_seed` determines everything random.
+
+    `record`: folder for records of all episodes; the JSON of a candidate is the name of its policy.
+    """
     if kind not in TUNED_KINDS:
         raise UnknownNameError("kind of search", kind, TUNED_KINDS)
     check_device(device)
+    if record is not None:
+        check_unused(record)
     task = get_task(task_name)
-    trials = Trials(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir)
+    trials = Trials(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir, record)
     with progress_bar(f"tuning the {kind}", episodes, shown=progress) as advance, run_with(workers) as run_all:
         search: Search[Any] = Search(partial(trials, run_all, workers, advance), episodes, rng_seed)
         best, mean = (search_schedule if kind == "schedule" else search_heuristic)(search, task)
@@ -267,6 +276,7 @@ class Trials:
     rng_seed: int
     device: str = "cpu"
     data_dir: Path | None = None
+    record: Path | None = None
 
     def __call__(
         self, run_all: RunAll, workers: int, advance: Advance, candidates: Sequence[Any], hosts: Sequence[int]
@@ -287,7 +297,14 @@ class Trials:
         arena = open_arena(get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir)
         make_policy: MakePolicy[Any] = plan_policy if self.kind == "schedule" else heuristic_policy
         seeds = [host_seed("tuning", self.rng_seed, hosts[index]) for index in share[1]]
-        return arena.run(make_policy, [candidates[index] for index in share[0]], seeds, _objectives, advance)
+        some = [candidates[index] for index in share[0]]
+        if self.record is None:
+            return arena.run(make_policy, some, seeds, _objectives, advance)
+        names = [json.dumps(encode(candidate)) for candidate in some]
+        # No search plays a candidate on a host twice, so no two shares have one name.
+        share_name = checksum({"policies": names, "hosts": seeds})[:16]
+        with RecordWriter(self.record, record_header(arena.task, arena.preset, names), f"{share_name}-") as writer:
+            return arena.run(make_policy, some, seeds, _objectives, advance, writer)
 
 
 def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:

@@ -32,6 +32,7 @@ class LearnedPolicy:
         """`agent` is for as many slots as the hosts have; it may know other blueprints."""
         self.agent, self.greedy = agent, greedy
         self.translation = Translation(slots, agent.layout)
+        self.log_probs = torch.zeros(0, len(agent.table))  # (n, heads) of the last actions; 0 if they are greedy
 
     @property
     def table(self) -> ActionTable:
@@ -48,6 +49,7 @@ class LearnedPolicy:
         decision, _, hidden_state = self.agent.act(
             observations, masks, hidden_state, uniform=uniform, greedy=self.greedy
         )
+        self.log_probs = torch.zeros_like(decision.log_probs) if self.greedy else decision.log_probs
         return self.translation.actions(decision.actions, self.agent.table), hidden_state
 
     def forget(self, hidden_state: HiddenState, envs: Tensor) -> HiddenState:

@@ -13,8 +13,10 @@ from esper.leyline import HeadPreset
 from esper.leyline.progress import Advance, ignore
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.costs import CostMeter, Structure
+from esper.simic.offline.records import RecordWriter
 from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
 from esper.simic.training.hosts import Groups, growth_fleet
+from esper.simic.training.tape import EpisodeTape
 from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
 from esper.tolaria import Task
@@ -32,6 +34,7 @@ class SideBySide:
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)
+        self.log_probs = torch.zeros(0)  # (n, heads) of the last actions; 0 for rules
 
     @property
     def table(self) -> ActionTable:
@@ -47,9 +50,11 @@ class SideBySide:
     ) -> tuple[Tensor, list[PolicyState]]:
         """Actions (n, heads); each policy sees its own envs only."""
         actions, hidden_states = torch.zeros_like(uniform, dtype=torch.long), []
+        self.log_probs = torch.zeros_like(uniform)
         for index, policy in enumerate(self.policies):
             rows = self._rows(index)
             actions[rows], following = policy.act(_rows_of(view, rows), hidden_state[index], uniform[rows])
+            self.log_probs[rows] = behaviour_log_probs(policy, actions[rows])
             hidden_states.append(following)
         return actions, hidden_states
 
@@ -62,6 +67,13 @@ class SideBySide:
 
     def _rows(self, index: int) -> slice:
         return slice(index, None, len(self.policies))
+
+
+def behaviour_log_probs(policy: Policy, actions: Tensor) -> Tensor:
+    """Log-probs (n, heads) of a policy's last actions (n, heads); 0 for rules."""
+    if isinstance(policy, LearnedPolicy | SideBySide):
+        return policy.log_probs
+    return torch.zeros_like(actions, dtype=torch.float32)
 
 
 def _rows_of(tree: Any, rows: slice) -> Any:  # Any: one level at a time
@@ -82,9 +94,10 @@ class PolicyPlayer:
         seeds: Sequence[int],
         draws: Tensor | None = None,
         meter: CostMeter | None = None,
+        tape: EpisodeTape | None = None,
     ) -> None:
         """Begin an episode of these hosts, one seed per group. `draws` (steps, grown envs, heads): zeros by default."""
-        self.runner, self.policy, self.meter = runner, policy, meter
+        self.runner, self.policy, self.meter, self.tape = runner, policy, meter, tape
         groups, steps = runner.groups, runner.fleet.task.steps
         self.draws = torch.zeros((steps, groups.grown, len(runner.table))) if draws is None else draws
         runner.begin(list(seeds))
@@ -101,7 +114,7 @@ class PolicyPlayer:
         return actions
 
     def on_step(self, step: int, view: PolicyView, actions: Tensor, result: StepResult) -> None:
-        """Count the step's work; a learned policy forgets what it knew of hosts that panicked."""
+        """Count the step's work and tape it; a learned policy forgets what it knew of hosts that panicked."""
         if self.meter is not None:
             # As it was trained and measured; of a host that panicked, as it was restored.
             structure = Structure.of(result.slots.stage, result.slots.blueprint)
@@ -111,6 +124,8 @@ class PolicyPlayer:
                 self.meter.harden(structure)
             else:
                 self.meter.probe(self.meter.structure())
+        if self.tape is not None:
+            self.tape.add(view, actions, result, behaviour_log_probs(self.policy, actions))
         if isinstance(self.policy, LearnedPolicy | SideBySide):
             self.hidden_state = self.policy.forget(self.hidden_state, result.panics)
 
@@ -149,8 +164,12 @@ class Arena:
         seeds: Sequence[int],
         measure: Measure,
         advance: Advance = ignore,
+        writer: RecordWriter | None = None,
     ) -> Tensor:
-        """Measure every candidate on every host, without random draws: (hosts, candidates, …), float64."""
+        """Measure every candidate on every host, without random draws: (hosts, candidates, …), float64.
+
+        `writer` records the episodes; its policies are the candidates.
+        """
         candidate_parts = divide(len(candidates), AT_ONCE - 1)
         members = len(candidate_parts[0])
         host_parts = divide(len(seeds), AT_ONCE // (members + 1))
@@ -159,9 +178,15 @@ class Arena:
         for part in candidate_parts:
             policy, blocks = make_policy(runner, fill([candidates[index] for index in part], members)), []
             for hosts in host_parts:
-                player = PolicyPlayer(runner, policy, fill([seeds[index] for index in hosts], groups.count))
+                tape = None if writer is None else EpisodeTape(runner)
+                some = fill([seeds[index] for index in hosts], groups.count)
+                player = PolicyPlayer(runner, policy, some, tape=tape)
                 values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
                 blocks.append(values.unflatten(0, (groups.count, members))[: len(hosts), : len(part)])
+                if writer is not None and tape is not None:  # without what was filled up
+                    pairs = [(host, member) for host in range(len(hosts)) for member in range(len(part))]
+                    rows, numbers = [host * members + member for host, member in pairs], [part[m] for _, m in pairs]
+                    writer.append(tape.episodes(rows, numbers, [some[host] for host, _ in pairs]))
                 advance(len(hosts) * len(part))
             columns.append(torch.cat(blocks))
         return torch.cat(columns, 1)

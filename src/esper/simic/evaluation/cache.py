@@ -29,19 +29,6 @@ class ResultCache:
             raise BadValueError(f"{folder} cannot hold results: {error.strerror}; name another folder") from None
         self.folder = folder
 
-    def key(self, one: Contender) -> str:
-        """The key of a contender; equal keys mean equal results."""
-        task = get_task(one.config.task)
-        identity = {
-            "code": source_digest(),
-            "machine": encode(Machine.here()),
-            "config": encode(replace(one.config, data_dir=None)),
-            "data": data_digest(task.load_data(one.config.data_dir)),
-            "policy": [one.spec.text, one.greedy, encode(one.base)],
-            "files": [_digest(path.read_bytes()) for path in one.spec.files(task)],
-        }
-        return _digest(json.dumps(identity, sort_keys=True).encode())
-
     def read(self, key: str) -> dict[int, Result]:
         """Stored results of a contender, by host."""
         results: dict[int, Result] = {}
@@ -59,6 +46,20 @@ class ResultCache:
         """Store a contender's result on these hosts."""
         # Python's own JSON, because it can store infinity.
         replace_file(self.folder / f"{key}-{hosts.start}-{hosts.stop}.json", json.dumps(asdict(result)))
+
+
+def contender_key(one: Contender) -> str:
+    """The key of a contender; equal keys mean equal results."""
+    task = get_task(one.config.task)
+    identity = {
+        "code": source_digest(),
+        "machine": encode(Machine.here()),
+        "config": encode(replace(one.config, data_dir=None)),
+        "data": data_digest(task.load_data(one.config.data_dir)),
+        "policy": [one.spec.text, one.greedy, encode(one.base)],
+        "files": [_digest(path.read_bytes()) for path in one.spec.files(task)],
+    }
+    return _digest(json.dumps(identity, sort_keys=True).encode())
 
 
 @cache

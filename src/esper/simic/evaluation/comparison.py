@@ -23,6 +23,7 @@ from esper.simic.evaluation.policies import (
     learned_runs,
     unfinished,
 )
+from esper.simic.evaluation.recording import EvaluationRecords
 from esper.simic.evaluation.results import Result, overall_mean
 from esper.simic.evaluation.statistics import MARGIN, Claim, Rows, compare_all, compare_rows
 from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
@@ -185,10 +186,12 @@ def run_comparisons(
     workers: int = 1,
     progress: bool = True,
     keep: Path | None = None,
+    record: Path | None = None,
 ) -> EvaluationReport:
     """Evaluate policies on several tasks. `config` gives the hosts; its task is ignored. `keep`: folder of the cache.
 
-    A final evaluation is signed into the run folders before it begins."""
+    A final evaluation is signed into the run folders before it begins. `record`: folder for records of all episodes;
+    yardsticks have none."""
     if len(set(tasks)) != len(tasks) or not tasks:
         raise BadValueError(f"tasks {list(tasks)} must be different ones, at least one")
     require_positive("margin", margin, remark=": points by which a policy may be worse")
@@ -196,7 +199,10 @@ def run_comparisons(
     configs = [replace(config, task=task) for task in tasks]
     for each in configs:
         check_specs(policies, each)
+    if record is not None and config.final:
+        raise BadValueError("--final scores on test images, from which nothing may be learned; omit --record")
     cache = None if keep is None else ResultCache(keep)
+    records = None if record is None else EvaluationRecords(record, resumed=keep is not None)
     warnings = unfinished(learned_runs(policies))
     if config.final:
         for each in configs:
@@ -211,7 +217,7 @@ def run_comparisons(
             stage = [entry for entry in entries if (entry.spec.base is not None) == controls]
             groups = {entry: _by_seed(entry, results) for entry in stage}
             everyone = [contender for group in groups.values() for contender in group]
-            done = iter(run_contenders(everyone, run_all, advance, cache))
+            done = iter(run_contenders(everyone, run_all, advance, cache, records))
             results |= {entry: [next(done) for _ in group] for entry, group in groups.items()}
     compared = {}
     for each in configs:

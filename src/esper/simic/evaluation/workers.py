@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -15,14 +16,16 @@ from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance, ignore
 from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, hardened, open_arena
-from esper.simic.evaluation.cache import ResultCache
+from esper.simic.evaluation.cache import ResultCache, contender_key
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.policies import ORACLE, Contender, EvaluationConfig, make_policy
+from esper.simic.evaluation.recording import EvaluationRecords, write_records
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.evaluation.yardsticks import retrain, run_oracle, train_static
 from esper.simic.training.collect import action_draws
 from esper.simic.training.episode import play_episode
 from esper.simic.training.hosts import Groups, host_seed
+from esper.simic.training.tape import EpisodeTape
 from esper.tolaria import get_task
 
 Call = Callable[[Any], Any]  # Any: items and results of any kind
@@ -38,6 +41,7 @@ class Job:
     contenders: tuple[Contender, ...]
     hosts: range
     indices: tuple[int, ...]  # of these contenders among all
+    records: tuple[Path, ...] = ()  # where their episodes are recorded, one path per contender; empty: nowhere
 
 
 def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:
@@ -94,8 +98,11 @@ def run_job(job: Job) -> list[Result]:
     hosts = fill(job.hosts, runner.groups.count)
     draws = host_draws(config, hosts, arena.task.steps, len(runner.table)).repeat_interleave(width, 1)
     meter = CostMeter(runner.fleet, final=config.final)
-    player = PolicyPlayer(runner, SideBySide(policies), [seeds[host] for host in hosts], draws, meter)
+    tape = EpisodeTape(runner) if job.records else None
+    player = PolicyPlayer(runner, SideBySide(policies), [seeds[host] for host in hosts], draws, meter, tape)
     end = hardened(play_episode(runner, player.act, player.on_step))
+    if tape is not None:
+        write_records(job.contenders, job.records, tape, seeds[chosen])
     fossils = [
         [
             Fossil(slot_id, str(state.blueprint), state.style, state.alpha)
@@ -118,12 +125,29 @@ def run_contenders(
     run_all: RunAll = run_here,
     advance: Advance = ignore,
     cache: ResultCache | None = None,
+    records: EvaluationRecords | None = None,
 ) -> list[Result]:
-    """Run contenders on all their hosts, except for what the cache holds. `advance` counts hosts × contenders."""
-    keys = [cache.key(one) for one in contenders] if cache else []  # before they run: training may continue meanwhile
+    """Run contenders on all their hosts, except for what the cache holds. `advance` counts hosts × contenders.
+
+    With `records`, what the cache holds but nothing has recorded runs again.
+    """
+    # Before they run: training may continue meanwhile.
+    keys = [contender_key(one) for one in contenders] if cache is not None or records is not None else []
     by_host = [cache.read(key) for key in keys] if cache else [{} for _ in contenders]
+    if records is not None:
+        by_host = [
+            records.of_recorded(key, results) if one.acts else results
+            for one, key, results in zip(contenders, keys, by_host, strict=True)
+        ]
     left = {index: one for index, one in enumerate(contenders) if len(by_host[index]) < one.config.hosts}
     jobs = [job for job in make_jobs(left) if any(h not in by_host[index] for index in job.indices for h in job.hosts)]
+    if records is not None:
+        jobs = [
+            replace(job, records=tuple(records.target(keys[index], job.hosts) for index in job.indices))
+            if job.contenders[0].acts
+            else job
+            for job in jobs
+        ]
     work = sum(len(job.hosts) * len(job.indices) for job in jobs)
     advance(sum(one.config.hosts for one in contenders) - work)
     for job, results in run_all(run_job, jobs):

@@ -10,6 +10,7 @@ from torch import Tensor
 from esper.leyline import SlotConfig, derive_seed, objective
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.agent.policy import forget
+from esper.simic.offline.episodes import Episodes
 from esper.simic.rewards import (
     Finding,
     RewardConfig,
@@ -24,6 +25,7 @@ from esper.simic.rewards import (
 from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult, play_episode
 from esper.simic.training.hosts import Purpose, host_seed
+from esper.simic.training.tape import EpisodeTape
 from esper.tamiyo.features import fill_in_control_end
 from esper.tamiyo.policy import PolicyView
 from esper.tamiyo.translation import Translation
@@ -80,6 +82,7 @@ class RoundRecord(NamedTuple):
     lstm: LstmHealth | None  # halfway through the episode
     changes: list[tuple[int, SeedChange]]  # (step, change)
     symptoms: list[tuple[int, int, list[str]]]  # (step, env, symptoms) of every panic
+    episodes: Episodes | None = None  # every transition, if the run records them
 
 
 def action_draws(
@@ -101,9 +104,12 @@ class RoundCollector:
         reward: RewardConfig,
         rng_seed: int,
         spans: Spans | None = None,
+        *,
+        taped: bool = False,
     ) -> None:
+        """`taped`: whether rounds come with their episodes, for records."""
         self.runners, self.agent, self.reward, self.rng_seed = tuple(runners), agent, reward, rng_seed
-        self.spans = spans if spans is not None else Spans(enabled=False)
+        self.spans, self.taped = spans if spans is not None else Spans(enabled=False), taped
         for runner in runners:
             runner.spans = self.spans
         self.translations = [Translation(runner.slots, agent.layout) for runner in runners]
@@ -137,14 +143,21 @@ class RoundCollector:
     def _play(self, round_index: int, runner: EpisodeRunner, translation: Translation, rows: range) -> RoundRecord:
         first_group = rows.start // runner.groups.members
         groups = range(first_group, first_group + runner.groups.count)
+        seeds = [host_seed("training", self.rng_seed, round_index, group) for group in groups]
         with self.spans("begin"):
-            runner.begin([host_seed("training", self.rng_seed, round_index, group) for group in groups])
+            runner.begin(seeds)
         steps, heads = runner.fleet.task.steps, len(runner.table)
         positions = [(round_index, env) for env in rows]
         draws = action_draws(self.rng_seed, "training", positions, steps, heads)
         rollout = _Rollout(self, runner, translation, rows, draws)
         play_episode(runner, rollout.act, rollout.on_step)
-        return rollout.record()
+        record = rollout.record()
+        if rollout.tape is None:
+            return record
+        hosts = [seed for seed in seeds for _ in range(runner.groups.members)]
+        numbers, epsilon = range(len(rows)), self.buffer.epsilon
+        taped = rollout.tape.episodes(numbers, [0] * len(rows), hosts, epsilon=epsilon, round_index=round_index)
+        return record._replace(episodes=taped)
 
 
 class _Rollout:
@@ -162,6 +175,7 @@ class _Rollout:
         self.parts: list[dict[str, Tensor]] = []
         self.results: list[StepResult] = []
         self.lstm: LstmHealth | None = None
+        self.tape = EpisodeTape(runner) if collector.taped else None
 
     def act(self, view: PolicyView) -> Tensor:
         """Sample actions (n, heads). Keeps what `on_step` needs to store the decision."""
@@ -191,6 +205,8 @@ class _Rollout:
         self.actions.append(actions)
         self.parts.append(dict(rewarded.parts))
         self.results.append(result)
+        if self.tape is not None:
+            self.tape.add(view, actions, result, self.decision.log_probs)
 
     def record(self) -> RoundRecord:
         """The finished episode. Fills the control's final accuracy into the observations."""

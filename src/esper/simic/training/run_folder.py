@@ -65,6 +65,13 @@ def _read_header(path: Path) -> tuple[TrainConfig, int]:
     return replace(config, start=start), keep_checkpoints
 
 
+def read_checksum(path: Path) -> str:
+    """The checksum of a run's settings, which tells it from runs of other settings."""
+    _read_header(path)
+    checksum: str = json.loads((path / CONFIG).read_text(encoding="utf-8"))["checksum"]
+    return checksum
+
+
 def check_settings(path: Path, config: TrainConfig) -> None:
     """Raise unless a run was begun with these settings; the data folder may differ."""
     given, own = (

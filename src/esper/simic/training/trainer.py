@@ -14,6 +14,7 @@ import torch
 from esper.leyline import derive_seed, head_preset
 from esper.nissa import SinkSettings
 from esper.simic.agent import PPOAgent
+from esper.simic.offline.shards import check_unused
 from esper.simic.telemetry import Spans, check_trace
 from esper.simic.training.collect import RoundCollector, RoundRecord
 from esper.simic.training.config import TrainConfig
@@ -21,7 +22,8 @@ from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups, check_device, growth_fleet
 from esper.simic.training.policy_files import begin_with, open_policy
 from esper.simic.training.recorder import Recorder
-from esper.simic.training.run_folder import Restored, RunFolder, check_settings, checkpoints_of
+from esper.simic.training.run_folder import Restored, RunFolder, check_settings, checkpoints_of, read_checksum
+from esper.simic.training.tape import RoundRecords
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
 from esper.tamiyo import ActionTable, ObservationLayout, growth_layout, growth_table
@@ -44,8 +46,12 @@ class Trainer:
         keep_checkpoints: int = KEEP,
         sinks: SinkSettings | None = None,
         profile: Path | None = None,
+        record: Path | None = None,
     ) -> None:
-        """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round."""
+        """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round.
+
+        `record`: folder for records of every transition.
+        """
         sinks = sinks or SinkSettings()
         sinks.check()
         torch.set_num_threads(config.threads)
@@ -53,6 +59,10 @@ class Trainer:
             check_settings(folder, config)
         else:
             RunFolder.check_free(folder)
+        if record is not None and resume:
+            RoundRecords.check(record, read_checksum(folder))
+        elif record is not None:
+            check_unused(record)
         check_device(config.device)
         if profile is not None:
             check_trace(profile / "trace.json.gz", config.device)
@@ -79,8 +89,13 @@ class Trainer:
         self.recorder = Recorder(self.folder, restored, sinks, profile)
         if config.start is not None and not resume:  # a resume must not read `config.start` again: it may have changed
             self.recorder.save(self.agent, 0)
+        self.records: RoundRecords | None = None
+        if record is not None:
+            self.records = RoundRecords(record, self.runners, read_checksum(folder), self.round)
         self.spans = Spans()
-        self.collector = RoundCollector(self.runners, self.agent, config.reward, config.seed, self.spans)
+        self.collector = RoundCollector(
+            self.runners, self.agent, config.reward, config.seed, self.spans, taped=record is not None
+        )
 
     def run(self, *, progress: bool = True) -> None:
         """Train the remaining rounds. Ctrl-C and SIGTERM end it after the last complete round."""
@@ -102,6 +117,8 @@ class Trainer:
             with self.spans("watch"):
                 recorder.write_events(self.round, records, update, examination)
         measured = recorder.write_metrics(self.round, records, update, self.spans.drain())
+        if self.records is not None:  # before the checkpoint: each round that counts is recorded
+            self.records.write(self.round, [record.episodes for record in records if record.episodes is not None])
         with interrupts_held():  # the checkpoint completes the round; Ctrl-C must not come between it and the count
             recorder.save(self.agent, self.round + 1)
             self.round += 1
