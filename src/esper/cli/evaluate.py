@@ -117,7 +117,7 @@ class EvaluateCommand:
     keep: Path | None = None
     """Folder for intermediate results. Run the same command again to resume."""
     preset: str = "core"
-    """Heads and ops of the policies, core or full, as in training."""
+    """Heads and ops of the policies, core, commit or full, as in training."""
     isolation: Literal["shadow", "straight_through"] = "shadow"
     """How seeds in TRAINING learn, as in training."""
     final: bool = False
