@@ -151,12 +151,13 @@ def test_accumulation_and_clipping() -> None:
     optimizer.step()
 
 
-def test_gradient_scalers() -> None:
-    """A scaler unscales and steps seeds like everything else."""
+@pytest.mark.parametrize("scaled", [True, False])
+def test_mixed_precision(scaled: bool) -> None:
+    """Autocast alone, or with a scaler, which unscales and steps seeds like everything else."""
     torch.manual_seed(0)
     model = BlindCNN()
     optimizer = SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=scaled)
     grower = Grower(model, optimizer, budget=2000, steps=8, policy=plan((1, "stage1", "conv_light")))
     for _epoch in range(3):
         model.train()

@@ -117,5 +117,5 @@ def test_presets_name_existing_heads(name: str) -> None:
 @pytest.mark.invariant(15)
 def test_unknown_preset() -> None:
     """The error names the value and what is allowed."""
-    with pytest.raises(UnknownNameError, match="unknown head preset 'tiny'; allowed: core, full"):
+    with pytest.raises(UnknownNameError, match="unknown head preset 'tiny'; allowed: core, commit, full"):
         head_preset("tiny")

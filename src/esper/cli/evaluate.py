@@ -119,7 +119,7 @@ class EvaluateCommand:
     record: Path | None = None
     """Folder for records of every transition, for offline learning. Yardsticks are not recorded."""
     preset: str = "core"
-    """Heads and ops of the policies, core or full, as in training."""
+    """Heads and ops of the policies, core, commit or full, as in training."""
     isolation: Literal["shadow", "straight_through"] = "shadow"
     """How seeds in TRAINING learn, as in training."""
     final: bool = False

@@ -80,7 +80,7 @@ class TrainCommand:
     start: Annotated[Path | None, flag(Path)] = None
     """Run whose trained controller this run starts with."""
     preset: Annotated[str | None, flag(str, DEFAULT.preset)] = None
-    """Heads and ops of the controller: core or full."""
+    """Heads and ops of the controller: core, commit or full."""
     sensing: Annotated[bool | None, flag(bool, DEFAULT.sensing)] = None
     """Whether the controller sees the probes of empty slots."""
     isolation: Annotated[Isolation | None, flag(Isolation, DEFAULT.isolation)] = None

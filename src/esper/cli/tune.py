@@ -26,7 +26,7 @@ class TuneCommand:
     seed: int = 0
     """Random seed of the search."""
     preset: str = "core"
-    """Heads and ops of the policy: core or full."""
+    """Heads and ops of the policy: core, commit or full."""
     workers: int = 1
     """Number of processes, of one thread each."""
     device: str = "cpu"

@@ -12,6 +12,7 @@ from esper.grower.growing_model import GrowingModel
 from esper.grower.guard import Guard
 from esper.grower.policies import RULES, OwnPolicy, make_policy, read_actions
 from esper.grower.records import OPS, Action, GrowthReport, Offer
+from esper.grower.rules import trial_of
 from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows, to_device
 from esper.grower.sensing import ModelProber
 from esper.kasmina import lifecycle
@@ -19,14 +20,14 @@ from esper.kasmina.compare import Comparison, RowScore, paired_difference
 from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, StageChange, derive_seed, head_preset
 from esper.leyline.records import Json
 from esper.simic.agent.policy import LearnedPolicy
-from esper.simic.training.episode import apply_action
+from esper.simic.training.episode import apply_action, apply_ops
 from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import Observer
 from esper.tamiyo import Policy, PolicyView, growth_layout, growth_masks, growth_table, signals_to_features
+from esper.tamiyo.commit_rule import CommitRule
 from esper.tolaria.measurement import Sensing
 
 JUDGED = ACTIVE_STAGES - {SeedStage.FOSSILIZED}
-CORE = head_preset("core")
 
 
 class Scored(NamedTuple):
@@ -56,17 +57,20 @@ class Decider:
         self.step = 0
         self.runner = RowRunner(growing.host, growing.modules, tap)
         slots = growing.slot_config
-        self.table, self.layout = growth_table(CORE, slots), growth_layout(slots)
         self.observer = Observer(growing, Groups(1, 1, controls=False))
         self.prober = ModelProber(growing, self.runner, scorer)
         self.sensing = callable(policy)
         """Whether the empty slots are probed, which costs a backward pass: the rules here do not look at that"""
         self.own: OwnPolicy | None = None
         self.policy: Policy | None = None
+        self.preset = head_preset("core")
         if callable(policy) or policy in RULES:
             self.own = policy if callable(policy) else RULES[str(policy)]
         else:
-            self.policy = make_policy(policy, self.table, slots)
+            self.policy, self.preset = make_policy(policy, slots)
+        self.table, self.layout = growth_table(self.preset, slots), growth_layout(slots)
+        # Seeds act from birth here, so their trial is the time in HOLDING.
+        self.rule = CommitRule(holding_steps=trial_of(steps)) if self.preset.commits_by_rule else None
         self.sensing |= isinstance(self.policy, LearnedPolicy)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
         self.last_op = int(LifecycleOp.WAIT)
@@ -129,14 +133,27 @@ class Decider:
     def _act(self) -> tuple[list[Action], list[StageChange]]:
         assert self.policy is not None
         view = self._view()
+        ruled = [] if self.rule is None else self.rule.ops(view.signals)[0].tolist()
         generator = torch.Generator().manual_seed(derive_seed(self.growing.rng_seed, "actions", self.step))
         uniform = torch.rand(1, len(self.table.heads), generator=generator).to(self.growing.device)
         chosen, self.state = self.policy.act(view, self.state, uniform)
         indices = chosen[0].tolist()
         self.last_op = int(indices[0])
-        action = self._named(indices)
-        change = apply_action(self.growing, 0, indices, self.table, self.growing.slot_config)
-        return [] if action is None else [action], [] if change is None else [change]
+        actions = [*self._ruled(ruled), self._named(indices)]
+        changes = [
+            *apply_ops(self.growing, 0, ruled),
+            apply_action(self.growing, 0, indices, self.table, self.growing.slot_config),
+        ]
+        return [action for action in actions if action is not None], [each for each in changes if each is not None]
+
+    def _ruled(self, ops: list[int]) -> list[Action]:
+        """The actions of the rule, one op per slot."""
+        blueprints = {slot_id: state.blueprint or "" for slot_id, state in self.growing.states[0].items()}
+        return [
+            Action(LifecycleOp(op).name.lower(), slot_id, blueprint)
+            for (slot_id, blueprint), op in zip(blueprints.items(), ops, strict=False)
+            if op != LifecycleOp.WAIT
+        ]
 
     def _view(self) -> PolicyView:
         assert self.look is not None
@@ -145,7 +162,7 @@ class Decider:
         last_op = torch.full((1,), self.last_op, device=device)
         signals = self.observer.look([self.look.comparison], self.look.sensing, nothing, last_op, done)
         features = signals_to_features(signals, self.layout)
-        return PolicyView(signals, features, growth_masks(signals, self.table, CORE.ops), self.step)
+        return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.step)
 
     def _named(self, indices: list[int]) -> Action | None:
         op = LifecycleOp(indices[0])

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from esper.grower.records import OPS, Action, GrowthReport
 from esper.grower.rules import heuristic
-from esper.leyline import BadValueError, SlotConfig, UnknownNameError
+from esper.leyline import BadValueError, HeadPreset, SlotConfig, UnknownNameError, head_preset
 from esper.simic.agent.policy import check_heads, fit_policy
 from esper.simic.training.policy_files import open_policy
-from esper.tamiyo import ActionTable, Policy
+from esper.tamiyo import Policy, growth_table
 from esper.tamiyo.policies import RandomPolicy
 
 OwnPolicy = Callable[[GrowthReport], Iterable[Sequence[str]] | None]
@@ -28,13 +28,15 @@ def check_policy(policy: str | Path | OwnPolicy) -> None:
         )
 
 
-def make_policy(policy: str | Path, table: ActionTable, slots: SlotConfig) -> Policy:
-    """The policy of random legal actions, or the learned one in a folder."""
+def make_policy(policy: str | Path, slots: SlotConfig) -> tuple[Policy, HeadPreset]:
+    """The policy of random legal actions, or a learned one, and its heads and ops."""
     if policy == "random":
-        return RandomPolicy(table)
-    agent, _ = open_policy(Path(policy))
-    check_heads(agent, table, Path(policy))
-    return fit_policy(agent, slots, greedy=True)
+        preset = head_preset("core")
+        return RandomPolicy(growth_table(preset, slots)), preset
+    agent, name = open_policy(Path(policy))
+    preset = head_preset(name)
+    check_heads(agent, growth_table(preset, slots), Path(policy))
+    return fit_policy(agent, slots, greedy=True), preset
 
 
 def read_actions(given: Iterable[Sequence[str]] | None) -> list[Action]:

@@ -19,7 +19,7 @@ ENDING = 2  # in the last steps, every seed with a positive contribution is comm
 
 def heuristic(report: GrowthReport) -> list[Action]:
     """Judge the seeds that have had their trial, and fill the slots that no seed was tried in."""
-    trial = max(2, math.ceil(TRIAL * report.steps))
+    trial = trial_of(report.steps)
     left = report.steps - report.step
     actions = [
         Action(op, slot_id, seed.blueprint or "")
@@ -35,6 +35,11 @@ def heuristic(report: GrowthReport) -> list[Action]:
         births = spread(costs, report.budget_left)
         actions += [Action("germinate", slot_id, name) for slot_id, name in births.items()]
     return actions
+
+
+def trial_of(steps: int) -> int:
+    """Steps before a seed is judged, in a training of `steps`."""
+    return max(2, math.ceil(TRIAL * steps))
 
 
 def _judge(seed: SeedReport, trial: int, left: int) -> str | None:

@@ -80,6 +80,7 @@ class HeadPreset:
     name: str
     head_names: tuple[str, ...]
     ops: tuple[LifecycleOp, ...]
+    commits_by_rule: bool = False  # seeds advance and are committed or pruned by a rule, in all slots at once
 
     @property
     def heads(self) -> tuple[Head, ...]:
@@ -89,6 +90,7 @@ class HeadPreset:
 
 HEAD_PRESETS: Mapping[str, HeadPreset] = {
     "core": HeadPreset("core", ("op", "slot", "blueprint"), (_WAIT, _GERMINATE, _PRUNE, _FOSSILIZE, _ADVANCE)),
+    "commit": HeadPreset("commit", ("op", "slot", "blueprint"), (_WAIT, _GERMINATE), commits_by_rule=True),
     "full": HeadPreset("full", HEAD_NAMES, tuple(LifecycleOp)),
 }
 

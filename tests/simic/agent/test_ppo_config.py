@@ -116,6 +116,7 @@ CHANGES: dict[str, Any] = {
     "centred": False,
     "target_kl": 1e-4,
     "clip_norm": 0.1,
+    "critic_first": 1,
     "value_coefficient": 0.1,
     "value_clip": 0.01,
     "huber": 0.1,
@@ -134,6 +135,10 @@ CHANGES: dict[str, Any] = {
 }
 
 
+GROWTH_ONLY = {"leash", "leash_until", "leave_one_out"}
+"""They need a start or groups of envs; see test_leash.py."""
+
+
 @cache
 def outcome(name: str | None) -> str:
     """Everything that three updates lead to, with one field changed or none; metrics that echo settings left out."""
@@ -147,7 +152,7 @@ def outcome(name: str | None) -> str:
 @pytest.mark.requirement(52, 57)
 def test_every_field_is_tried() -> None:
     """Every field has an entry below, so a new field needs a test of its effect."""
-    assert set(CHANGES) == {field.name for field in fields(PPOConfig)}
+    assert set(CHANGES) | GROWTH_ONLY == {field.name for field in fields(PPOConfig)}
     assert outcome(None) == outcome.__wrapped__(None)  # the same run gives the same numbers
 
 

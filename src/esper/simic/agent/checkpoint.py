@@ -38,6 +38,7 @@ class SavedAgent:
     failures: int
     tasks: int
     observations_frozen: bool
+    leashed: bool  # whether the policy that the leash holds to is stored too
 
     def __post_init__(self) -> None:
         for name in ("updates", "failures"):
@@ -48,7 +49,7 @@ def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | Non
     """Write an agent; `extras` are frozen dataclasses to store with it."""
     counters = agent.total_updates, agent.updates, agent.failures, len(agent.returns.statistics.mean)
     made_of = agent.table, agent.layout, agent.config, agent.compile_mode
-    saved = SavedAgent(*made_of, *counters, agent.observations.frozen)
+    saved = SavedAgent(*made_of, *counters, agent.observations.frozen, agent.start is not None)
     content = {"agent": encode(saved), **{name: encode(value) for name, value in (extras or {}).items()}}
     write_stored(folder, AGENT, content, agent_tensors(agent))
 
@@ -67,6 +68,8 @@ def agent_tensors(agent: PPOAgent) -> dict[str, Tensor]:
     for name, weight in agent.network.named_parameters():
         state = agent.optimizer.state.get(weight, {})
         tensors |= {f"adam.{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
+    if agent.start is not None:
+        tensors |= {f"start.{name}": tensor for name, tensor in agent.start.state_dict().items()}
     return tensors | {"generator": agent.generator.get_state()}
 
 
@@ -92,6 +95,8 @@ def load_agent(
         config = replace(saved.config, compile=saved.compile_mode if compile_mode is None else compile_mode)
         total_updates, tasks = saved.total_updates, saved.tasks
         agent = PPOAgent(saved.table, saved.layout, config, total_updates=total_updates, tasks=tasks, device=device)
+        if saved.leashed:
+            agent.hold_to_start()
         restore_tensors(agent, tensors, str(folder))
         agent.updates, agent.failures = saved.updates, saved.failures
         agent.observations.frozen = saved.observations_frozen
@@ -109,6 +114,8 @@ def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) 
     check_tensors(tensors, expected, where)
     agent.generator.set_state(tensors["generator"])  # first: a generator may refuse a state of the right size
     restore_policy(agent, tensors)
+    if agent.start is not None:
+        agent.start.load_state_dict(_part(tensors, "start."))
     for name in trained:
         agent.optimizer.state[weights[name]] = {
             moment: tensors[f"adam.{moment}.{name}"].to(agent.device, copy=True) for moment in MOMENTS
@@ -117,13 +124,13 @@ def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) 
 
 def restore_policy(agent: PPOAgent, tensors: Mapping[str, Tensor]) -> None:
     """Restore weights and statistics from tensors that were checked."""
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-    agent.network.load_state_dict(part("network."))
+    agent.network.load_state_dict(_part(tensors, "network."))
     for name, statistics in _statistics(agent).items():
-        statistics.load_state_dict(part(f"{name}."))
+        statistics.load_state_dict(_part(tensors, f"{name}."))
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:

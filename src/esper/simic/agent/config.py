@@ -56,6 +56,14 @@ class PPOConfig:
     """The update stops when the KL of the joint policy exceeds 1.5 times this; None: never."""
     clip_norm: float = 0.5
     """Global norm at which gradients are clipped."""
+    leash: float = 0.0
+    """Initial coefficient of the KL from the policy that the run started with; it falls to 0 at `leash_until`."""
+    leash_until: float = 0.5
+    """Share of the run."""
+    critic_first: int = 0
+    """Updates at the start of the run in which only the critic learns, for a policy that was made without one."""
+    leave_one_out: bool = False
+    """Subtract from each advantage the mean of the other members of its group, who meet the same host."""
     value_coefficient: float = 0.5
     value_clip: float | None = None
     """Clip new values to the old ones ± this, in standard deviations of the returns; None: off."""
@@ -97,8 +105,9 @@ class PPOConfig:
         for name in ("target_kl", "value_clip", "huber"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name), remark="; None switches it off")
-        weights = ("value_coefficient", "forced_value_weight", "critic_decay", "entropy", "logit_penalty")
-        for name in (*weights, "lam", "rate_end", "entropy_end", "explore_until", "freeze_after"):
+        require_whole("critic_first", self.critic_first, 0)
+        weights = ("value_coefficient", "forced_value_weight", "critic_decay", "entropy", "logit_penalty", "leash")
+        for name in (*weights, "lam", "rate_end", "entropy_end", "explore_until", "freeze_after", "leash_until"):
             if not (0 <= getattr(self, name) < math.inf and (name in weights or getattr(self, name) <= 1)):
                 wanted = "a finite number of 0 or more" if name in weights else "in [0, 1]"
                 raise BadValueError(f"{name} {getattr(self, name)!r} is not {wanted}")
@@ -130,7 +139,16 @@ class PPOConfig:
 
     def explore_at(self, progress: float) -> float:
         """ε at a share of the run."""
-        return self.explore * max(0.0, 1 - progress / self.explore_until) if self.explore_until else 0.0
+        return self.explore * _vanishing(self.explore_until, progress)
+
+    def leash_at(self, progress: float) -> float:
+        """Coefficient of the KL from the start, at a share of the run."""
+        return self.leash * _vanishing(self.leash_until, progress)
+
+
+def _vanishing(until: float, progress: float) -> float:
+    """From 1 to 0 at `until`, linearly."""
+    return max(0.0, 1 - progress / until) if until else 0.0
 
 
 def _falling(end: float, progress: float) -> float:

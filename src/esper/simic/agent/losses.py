@@ -54,6 +54,19 @@ def compute_gae(
     return advantages, (advantages + values).where(inside, 0.0)
 
 
+def leave_one_out(advantages: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
+    """Advantages minus the mean of the other members of the group at the same step; (envs, steps), groups (envs,).
+
+    Members of a group meet the same host, so that what the critic does not know of it shows in the others too. They
+    choose independently, so the baseline is unbiased. An env without others at a step keeps its advantage.
+    """
+    present = valid.to(advantages.dtype)
+    zeros = torch.zeros_like(advantages)  # there are at most as many groups as envs
+    totals = zeros.index_add(0, groups, advantages * present)[groups] - advantages * present
+    others = zeros.index_add(0, groups, present)[groups] - present
+    return advantages - (totals / others.clamp(min=1)).where(valid, 0.0)
+
+
 class HeadAdvantages(NamedTuple):
     """Advantages per head."""
 

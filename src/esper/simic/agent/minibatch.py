@@ -20,6 +20,7 @@ class Reference(NamedTuple):
     decided: Tensor  # (cells, heads) bool: heads that were used and had several legal choices
     values: Tensor  # (cells,), normalised; in a prepared round with the statistics after it
     gap: Tensor  # max |log-prob − collected log-prob|
+    start: Tensor | None = None  # (cells, heads): log-probs of the policy that the run started with, while it is held
 
     @property
     def accepted(self) -> Tensor:
@@ -40,6 +41,7 @@ class Minibatch(NamedTuple):
     advantages: Tensor  # (steps, heads)
     targets: Tensor
     weights: Tensor  # (steps,), in the value loss
+    start: Tensor | None  # (steps, heads)
 
 
 class PreparedRound(NamedTuple):
@@ -68,7 +70,8 @@ class PreparedRound(NamedTuple):
         sources = (reference.log_probs, reference.decided, reference.values, self.targets, self.weights)
         log_probs, decided, values, targets, weights = (source[cells] for source in sources)
         inputs = gather_inputs(self.buffer, batch)
-        return Minibatch(batch, *inputs, log_probs, decided, values, advantages, targets, weights)
+        start = None if reference.start is None else reference.start[cells]
+        return Minibatch(batch, *inputs, log_probs, decided, values, advantages, targets, weights, start)
 
 
 def gather_inputs(buffer: TamiyoRolloutBuffer, batch: Batch) -> tuple[Tensor, Masks, Tensor]:
@@ -88,8 +91,10 @@ def prepare_round(
     """Advantages and targets of a round. Statistics of returns are updated if it is accepted and all are finite."""
     forced = ~reference.decided.any(-1)
     cells = (buffer.rewards, buffer.values, buffer.ends, buffer.bootstraps, forced.view_as(buffer.ends))
-    estimates = losses.compute_gae(*cells, buffer.lengths, gamma=config.gamma, lam=config.lam)
-    valid, advantages, returns = (tensor.flatten() for tensor in (buffer.valid, *estimates))
+    advantages, returns = losses.compute_gae(*cells, buffer.lengths, gamma=config.gamma, lam=config.lam)
+    if config.leave_one_out:
+        advantages = losses.leave_one_out(advantages, buffer.valid, buffer.groups)
+    valid, advantages, returns = (tensor.flatten() for tensor in (buffer.valid, advantages, returns))
     deciding, tasks = valid & ~forced, buffer.cell_tasks
     n_tasks = len(returns_normalizer.statistics.mean)
     floors = buffer.moved(np.array(config.floors(n_tasks), np.float32))

@@ -1,6 +1,7 @@
 """Proximal policy optimisation for policies that are recurrent, masked (some choices are illegal) and factored (an
 action is one choice per head)."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
@@ -80,6 +81,7 @@ class PPOAgent:
         self.optimizer = FusedAdamW(groups, lr=self.config.rate, eps=ADAM_EPS, fused=True)
         owners = [[name.startswith(f"heads.{head}.") for head in table.names] for name in [*others, *critic]]
         self._owners = torch.tensor(owners, device=self.device)  # (weights, heads): which weights belong to which head
+        self.start: FactoredRecurrentActorCritic | None = None  # the policy that the leash holds to
         self.compile_error = ""  # why the compiler failed, until someone has logged it
         self.compile(self.config.compile)
 
@@ -114,6 +116,20 @@ class PPOAgent:
             self.compile("off")
             self.compile_error = str(error)
             return work(*arguments, **settings)
+
+    def hold_to_start(self) -> None:
+        """Remember the present policy as the one that the leash holds to."""
+        self.start = copy.deepcopy(self.network).requires_grad_(False)
+
+    @property
+    def leash(self) -> float:
+        """Coefficient of the KL from the start in the next update; 0 if there is no start to hold to."""
+        return 0.0 if self.start is None else self.config.leash_at(self.progress)
+
+    @property
+    def critic_alone(self) -> bool:
+        """Whether the next update trains the critic alone."""
+        return self.updates < self.config.critic_first
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Normalise raw observations (n, size) on the agent's device."""
@@ -250,7 +266,7 @@ class PPOAgent:
         encoded = self._encode(observations)
         core = self.network.unroll(encoded.trunk, batch.stretches, batch.hidden_state)
         decision = self._decide(core, encoded, masks, epsilon, actions=actions, measured=measured)
-        return decision, self.network.value(core, encoded)
+        return decision, self.network.value(core.detach() if self.critic_alone else core, encoded)
 
     def _reference(self, buffer: TamiyoRolloutBuffer, partition: list[list[Batch]]) -> Reference:
         """The policy before the update, on the first epoch's minibatches: the same kernels on the same shapes make the
@@ -264,7 +280,21 @@ class PPOAgent:
             decided[batch.cells] = decision.decided
             values[batch.cells] = value.detach()
         gaps = (log_probs - buffer.log_probs.flatten(0, 1)).abs().where(buffer.valid.flatten().unsqueeze(1), 0.0)
-        return Reference(log_probs, decided, values, gaps.amax())
+        return Reference(log_probs, decided, values, gaps.amax(), self._start_log_probs(buffer, partition))
+
+    @torch.no_grad()
+    def _start_log_probs(self, buffer: TamiyoRolloutBuffer, partition: list[list[Batch]]) -> Tensor | None:
+        """Log-probs (cells, heads) of the round's actions under the policy that the leash holds to."""
+        if self.start is None or self.leash == 0:
+            return None
+        log_probs = torch.zeros_like(buffer.log_probs).flatten(0, 1)
+        for batch in (batch for batches in partition for batch in batches):
+            observations, masks, actions = gather_inputs(buffer, batch)
+            encoded = self.start.encode(observations)
+            core = self.start.unroll(encoded.trunk, batch.stretches, batch.hidden_state)
+            decision = self.start.decide(core, encoded, masks, buffer.epsilon, actions=actions, measured=False)
+            log_probs[batch.cells] = decision.log_probs
+        return log_probs
 
     def _differentiate(
         self, prepared: PreparedRound, pieces: list[Minibatch], *, measured: bool
@@ -300,7 +330,13 @@ class PPOAgent:
             policy_loss = sums @ prepared.per_head
         errors = losses.value_errors(values, piece.targets, piece.values, clip=config.value_clip, huber=config.huber)
         value_loss = (errors @ piece.weights) * prepared.per_weight
-        loss = policy_loss + config.value_coefficient * value_loss
+        loss = config.value_coefficient * value_loss
+        if not self.critic_alone:
+            loss = loss + policy_loss
+            if piece.start is not None:
+                # With actions of π, the gradient of r − 1 − log r for r = π_start/π is that of KL(π_start ‖ π).
+                away = losses.kl_terms(*losses.ratios(piece.start, decision.log_probs))
+                loss = loss + self.leash * losses.masked_sum(away, decided).sum() * prepared.per_decision
         with torch.no_grad():
             kl = losses.masked_sum(losses.kl_terms(ratio, log_ratio), decided).sum() * prepared.per_decision
         terms = {"policy_loss": policy_loss, "value_loss": value_loss, "kl": kl}
@@ -308,8 +344,9 @@ class PPOAgent:
             entropies = losses.masked_sum(decision.entropies, decided) * prepared.per_head
             spread = (losses.masked_sum(decision.spreads, decided) * prepared.per_head).mean()
             terms |= {"entropies": entropies, "spread": spread}
-            loss = loss - entropy_coefficient * entropies.mean() if entropy_coefficient > 0 else loss
-            loss = loss + config.logit_penalty * spread if config.logit_penalty > 0 else loss
+            if not self.critic_alone:
+                loss = loss - entropy_coefficient * entropies.mean() if entropy_coefficient > 0 else loss
+                loss = loss + config.logit_penalty * spread if config.logit_penalty > 0 else loss
         return loss, log_ratio, terms
 
     def _clip(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,6 +67,7 @@ class TamiyoRolloutBuffer:
         hidden: int,
         *,
         tasks: Tensor | None = None,
+        groups: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         for name, value in (("n_envs", n_envs), ("capacity", capacity), ("hidden", hidden)):
@@ -84,7 +85,10 @@ class TamiyoRolloutBuffer:
         self.lengths = self._zeros(n_envs, dtype=torch.long)
         self.hidden_state: HiddenState = (self._zeros(n_envs, hidden), self._zeros(n_envs, hidden))
         self.tasks = self._zeros(n_envs, dtype=torch.long) if tasks is None else tasks.to(self.device)
-        _check("tasks", self.tasks, self.lengths, (n_envs,))
+        alone = torch.arange(n_envs, device=self.device)
+        self.groups = alone if groups is None else groups.to(self.device)  # envs of one group meet the same host
+        for name, numbers in (("tasks", self.tasks), ("groups", self.groups)):
+            _check(name, numbers, self.lengths, (n_envs,))
         self.epsilon = 0.0  # share of uniform choices in this round
         self._lengths = [0] * n_envs
 

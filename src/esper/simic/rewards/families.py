@@ -92,9 +92,10 @@ def compute_reward(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
 def paired(config: RewardConfig, inputs: RewardInputs) -> Rewarded:
     """The change of the objective. With γ = 1 an episode's rewards sum to the objective minus the price of commits."""
     levels = {"gain": inputs.gain.double(), "rent": -_rent(config, inputs, inputs.acting_parameters)}
-    commits = (inputs.op == LifecycleOp.FOSSILIZE) & ~inputs.panic
-    price = config.commit_price * (1 + (inputs.before.stage == SeedStage.FOSSILIZED).sum(-1))
-    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -price * commits})
+    before, after = ((slots.stage == SeedStage.FOSSILIZED).sum(-1).double() for slots in (inputs.before, inputs.after))
+    # The k-th fossil costs k times the price, so n of them cost n·(n + 1) / 2 times the price.
+    price = config.commit_price * (after * (after + 1) - before * (before + 1)) / 2
+    return _rewarded(config, inputs, levels, _objective(config, inputs) | {"price": -price.where(~inputs.panic, 0.0)})
 
 
 def shaped(config: RewardConfig, inputs: RewardInputs) -> Rewarded:

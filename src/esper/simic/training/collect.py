@@ -123,6 +123,7 @@ class RoundCollector:
             agent.table,
             agent.config.network.state_size,
             tasks=torch.arange(len(grown)).repeat_interleave(torch.tensor(grown)),
+            groups=torch.arange(sum(grown)) // runners[0].groups.members,
             device=agent.device,
         )
 

@@ -36,7 +36,7 @@ class TrainConfig:
     batch: int | None = None  # minibatch size of the hosts (default: the task's)
     seed: int = 0  # random seed of the run
     start: Path | None = None  # run whose trained controller and observation statistics this run starts with
-    preset: str = "core"  # heads and ops of the controller: core or full
+    preset: str = "core"  # heads and ops of the controller: core, commit or full
     sensing: bool = True  # whether the controller sees the probes of empty slots
     isolation: Isolation = "shadow"  # how seeds in TRAINING learn: in a shadow row, or straight_through the main row
     reward: RewardConfig = field(default_factory=RewardConfig)

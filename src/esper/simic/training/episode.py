@@ -26,6 +26,7 @@ from esper.simic.telemetry import Spans
 from esper.simic.training.hosts import Groups
 from esper.simic.training.observe import Observer, loss_of
 from esper.tamiyo import ActionTable, growth_table
+from esper.tamiyo.commit_rule import CommitRule
 from esper.tamiyo.features import growth_layout, signals_to_features
 from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
@@ -76,6 +77,20 @@ def apply_action(
     return None
 
 
+def apply_ops(growable: Growable, env: int, ops: Sequence[int]) -> list[StageChange]:
+    """Carry out one op per slot, as the rule of preset `commit` gives them."""
+    verbs = {
+        LifecycleOp.ADVANCE: growable.advance,
+        LifecycleOp.FOSSILIZE: growable.fossilize,
+        LifecycleOp.PRUNE: growable.prune,
+    }
+    return [
+        verbs[LifecycleOp(op)](env, slot_id)
+        for slot_id, op in zip(growable.slots, ops, strict=False)
+        if op != LifecycleOp.WAIT
+    ]
+
+
 class SeedChange(NamedTuple):
     """A change of stage in a slot of a grown env."""
 
@@ -117,8 +132,18 @@ class StepResult(NamedTuple):
 class EpisodeRunner:
     """A fleet in groups, and everything that a step consists of except the decision."""
 
-    def __init__(self, fleet: HostFleet, groups: Groups, preset: HeadPreset, *, sensing: bool = True) -> None:
+    def __init__(
+        self,
+        fleet: HostFleet,
+        groups: Groups,
+        preset: HeadPreset,
+        *,
+        sensing: bool = True,
+        rule: CommitRule | None = None,
+    ) -> None:
+        """`rule` decides on live seeds if the preset leaves that to a rule."""
         self.fleet, self.groups, self.preset = fleet, groups, preset
+        self.rule = (rule or CommitRule()) if preset.commits_by_rule else None
         self.slots = fleet.slot_config
         self.table = growth_table(preset, self.slots)
         self.layout = growth_layout(self.slots, sensing=sensing)
@@ -152,6 +177,7 @@ class EpisodeRunner:
         signals = self.observer.look(
             self.comparisons, self.sensing, self.potential, self._last_op, self._last_succeeded
         )
+        self._ruled = None if self.rule is None else self.rule.ops(signals)
         features = signals_to_features(signals, self.layout)
         return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
 
@@ -197,13 +223,17 @@ class EpisodeRunner:
         return [dict(self.fleet.states[env]) for env in self._envs]
 
     def _apply(self, actions: Tensor) -> list[SeedChange]:
-        """Carry out the actions; returns the changes of stage. Device sync: one, for the actions."""
+        """Carry out the ops of the rule, if there is one, and the actions; returns the changes of stage.
+
+        Device syncs: one for the actions, and one for the rule's ops."""
         changes, states = [], self._states()
+        ruled = [[] for _ in self._envs] if self._ruled is None else self._ruled.tolist()
         for row, (env, action) in enumerate(zip(self._envs, actions.tolist(), strict=True)):
-            change = apply_action(self.fleet, env, action, self.table, self.slots)
-            if change is not None and change.source is not change.target:
-                after = self.fleet.states[env][change.slot_id].blueprint
-                changes.append(SeedChange(row, change, after or states[row][change.slot_id].blueprint))
+            own = apply_action(self.fleet, env, action, self.table, self.slots)
+            for change in (*apply_ops(self.fleet, env, ruled[row]), own):
+                if change is not None and change.source is not change.target:
+                    after = self.fleet.states[env][change.slot_id].blueprint
+                    changes.append(SeedChange(row, change, after or states[row][change.slot_id].blueprint))
         self._last_op = actions[:, 0].to(self.fleet.device)
         return changes
 

@@ -52,3 +52,5 @@ def begin_with(agent: PPOAgent, path: Path) -> None:
     returns, its_returns = agent.returns.statistics, learned.returns.statistics
     if len(returns.mean) == len(its_returns.mean):  # otherwise the critic finds its scale anew
         returns.load_state_dict(its_returns.state_dict())
+    if agent.config.leash > 0:
+        agent.hold_to_start()
