@@ -60,6 +60,7 @@ def test_help(
         ("loop_throughput", ["--task", "digits_blind", "--hosts", "4", "--rounds", "1"]),
         ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
         ("grower_cost", ["--pairs", "2", "--images", "32"]),
+        ("record_throughput", ["--episodes", "40", "--minibatch", "16"]),
     ],
 )
 def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
