@@ -321,7 +321,8 @@ def summarise(name: str, cells: Sequence[dict[str, Json]]) -> dict[str, Json]:
     metric = "test loss" if case.by_loss else "test accuracy %"
     header = ["arm", "parameters", f"{metric} (mean ± deviation)", "grown − arm (95 % interval)", "seconds"]
     print_table(f"{name}, {len(cells)} seeds", header, rows)
-    return {"unit": unit, "arms": result, "plans": [cell["plan"] for cell in cells]}
+    machines = [cell["machine"]["gpu"] or cell["machine"]["cpu"] for cell in cells]
+    return {"unit": unit, "arms": result, "plans": [cell["plan"] for cell in cells], "machines": machines}
 
 
 def _read(cell: dict[str, Json], arm: str) -> Trained:
