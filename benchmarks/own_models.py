@@ -321,7 +321,12 @@ def summarise(name: str, cells: Sequence[dict[str, Json]]) -> dict[str, Json]:
     metric = "test loss" if case.by_loss else "test accuracy %"
     header = ["arm", "parameters", f"{metric} (mean ± deviation)", "grown − arm (95 % interval)", "seconds"]
     print_table(f"{name}, {len(cells)} seeds", header, rows)
-    return {"unit": unit, "arms": result, "plans": [cell["plan"] for cell in cells]}
+    machines: list[Json] = []
+    for cell in cells:
+        machine = cell["machine"]
+        assert isinstance(machine, dict)
+        machines.append(machine["gpu"] or machine["cpu"])
+    return {"unit": unit, "arms": result, "plans": [cell["plan"] for cell in cells], "machines": machines}
 
 
 def _read(cell: dict[str, Json], arm: str) -> Trained:
