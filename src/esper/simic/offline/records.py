@@ -119,7 +119,9 @@ class Records:
     def header(self) -> RecordHeader:
         """What all episodes have in common, with the policies of all files."""
         if len(self.headers) > 1:
-            raise BadValueError(f"records of several tasks have a header each: take one of by_task(), {self._tasks}")
+            raise BadValueError(
+                f"records of several tasks have a header each: take one of by_task(), {', '.join(self.headers)}"
+            )
         return next(iter(self.headers.values()))
 
     def by_task(self) -> dict[str, "Records"]:
@@ -193,10 +195,6 @@ class Records:
         tensors = read_shard(shard)
         numbers = torch.tensor([self.policies.index(name) for name in shard.content.header.policies], dtype=torch.int32)
         return {**tensors, "policy": numbers[tensors["policy"].long()]}
-
-    @property
-    def _tasks(self) -> str:
-        return ", ".join(self.headers)
 
 
 def _permutation(count: int, generator: torch.Generator) -> Tensor:
