@@ -165,6 +165,7 @@ class EpisodeRunner:
         fleet, n = self.fleet, self.groups.grown
         fleet.reset(self.groups.spread(seeds))
         self.observer.begin()
+        self._ruled: Tensor | None = None  # ops of the rule (n, slots), set by `view`
         # No scores with running statistics (`deployed`): controllers use calibrated ones.
         self.comparisons: list[Comparison] = fleet.validate(deployed=False)
         self.sensing: Sensing = self.prober()
@@ -177,7 +178,8 @@ class EpisodeRunner:
         signals = self.observer.look(
             self.comparisons, self.sensing, self.potential, self._last_op, self._last_succeeded
         )
-        self._ruled = None if self.rule is None else self.rule.ops(signals)
+        if self.rule is not None:
+            self._ruled = self.rule.ops(signals)
         features = signals_to_features(signals, self.layout)
         return PolicyView(signals, features, growth_masks(signals, self.table, self.preset.ops), self.fleet.step_index)
 
