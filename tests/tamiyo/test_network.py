@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from esper.leyline import HEAD_NAMES, HEADS, BadValueError, Head, HeadPreset, LifecycleOp
 from esper.tamiyo import ActionTable, FactoredRecurrentActorCritic, NetworkConfig, growth_table
-from esper.tamiyo.network import Stretches
+from esper.tamiyo.encoder import Stretches
 
 LAST_DRAW = 1 - 2**-24
 """The largest float32 below 1."""

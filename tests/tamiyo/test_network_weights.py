@@ -18,8 +18,8 @@ from esper.tamiyo import (
     growth_table,
     vector_layout,
 )
+from esper.tamiyo.encoder import Stretches
 from esper.tamiyo.memory import FORGET_BIAS
-from esper.tamiyo.network import Stretches
 
 
 @pytest.mark.requirement(66)

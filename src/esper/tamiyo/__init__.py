@@ -1,8 +1,9 @@
 """Decisions: observations, masks, heads and the policy's network."""
 
+from esper.tamiyo.encoder import NetworkConfig, RecurrentEncoder
 from esper.tamiyo.features import ObservationLayout, growth_layout, signals_to_features, vector_layout
 from esper.tamiyo.heads import ActionHead, ActionTable, EmptyMaskError, MaskedCategorical, discrete_table, growth_table
-from esper.tamiyo.network import Decision, FactoredRecurrentActorCritic, NetworkConfig
+from esper.tamiyo.network import Decision, FactoredRecurrentActorCritic
 from esper.tamiyo.policy import Policy, PolicyView, growth_masks
 from esper.tamiyo.signals import TrainingSignals
 
@@ -17,6 +18,7 @@ __all__ = [
     "ObservationLayout",
     "Policy",
     "PolicyView",
+    "RecurrentEncoder",
     "TrainingSignals",
     "discrete_table",
     "growth_layout",

@@ -15,8 +15,8 @@ from torch import Tensor
 from esper.leyline import BadValueError
 from esper.simic.agent import rollout
 from esper.tamiyo import FactoredRecurrentActorCritic, NetworkConfig, vector_layout
+from esper.tamiyo.encoder import Stretches
 from esper.tamiyo.memory import HiddenState
-from esper.tamiyo.network import Stretches
 
 # -- cutting into sequences -------------------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from esper.simic.agent.minibatch import Minibatch, PreparedRound, Reference, gat
 from esper.simic.agent.rollout import Batch, Sequences, TamiyoRolloutBuffer
 from esper.simic.control import ObservationNormalizer, ReturnNormalizer
 from esper.tamiyo import ActionTable, Decision, FactoredRecurrentActorCritic, ObservationLayout
+from esper.tamiyo.encoder import Encoded
 from esper.tamiyo.heads import EmptyMaskError, Masks
 from esper.tamiyo.memory import HiddenState
-from esper.tamiyo.network import Encoded
 
 T = TypeVar("T")
 COMPILERS = ("torch._dynamo", "torch._inductor")

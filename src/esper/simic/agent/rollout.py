@@ -16,9 +16,9 @@ from torch import Tensor
 
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
+from esper.tamiyo.encoder import Stretches
 from esper.tamiyo.heads import ActionTable, Masks
 from esper.tamiyo.memory import HiddenState
-from esper.tamiyo.network import Stretches
 
 Array = NDArray[np.int64]
 BLOCK_CELLS = 140
@@ -160,29 +160,15 @@ class TamiyoRolloutBuffer:
 
     def sequences(self) -> Sequences:
         """The sequences of all rows. Device sync: one, for `ends`."""
-        ends = self.ends.cpu().numpy()
-        sequences = []
-        for row, length in enumerate(self._lengths):
-            inside = np.flatnonzero(ends[row, : max(0, length - 1)]) + 1
-            for begin, stop in pairwise([0, *inside.tolist(), length] if length else []):
-                sequences.append((row * self.capacity + begin, stop - begin, row))
-        return Sequences(*np.array(sequences, np.int64).reshape(-1, 3).T)
+        return find_sequences(self.ends.cpu().numpy(), self._lengths)
 
     def batch(self, sequences: Sequences, rows: Sequence[int]) -> Batch:
         """All sequences of these rows, longest first."""
-        chosen = np.flatnonzero(np.isin(sequences.rows, rows))
-        if not len(chosen):
-            raise BadValueError(f"rows {list(rows)} hold no step; use some of {np.unique(sequences.rows).tolist()}")
-        chosen = chosen[np.argsort(-sequences.lengths[chosen], kind="stable")]
-        starts, lengths = sequences.starts[chosen], sequences.lengths[chosen]
-        time = np.arange(lengths[0])[:, None]
-        inside = time < lengths
-        cells = self.moved((starts + time)[inside])
-        carried, whose = self.moved(starts[:, None] % self.capacity == 0), self.moved(sequences.rows[chosen])
+        packed = pack(sequences, rows)
+        carried, whose = self.moved(packed.starts[:, None] % self.capacity == 0), self.moved(packed.rows)
         hidden, cell = (part[whose].where(carried, 0.0) for part in self.hidden_state)
-        blocks, index = _stretches(lengths, inside)
-        full = sum(size * span for size, span in blocks) == len(index)
-        return Batch(cells, Stretches(blocks, None if full else self.moved(index)), (hidden, cell))
+        positions = None if packed.positions is None else self.moved(packed.positions)
+        return Batch(self.moved(packed.cells), Stretches(packed.blocks, positions), (hidden, cell))
 
     def moved(self, values: NDArray[np.generic]) -> Tensor:
         """Copy to the device, asynchronously for CUDA."""
@@ -197,6 +183,40 @@ def _check(name: str, given: Tensor, own: Tensor, shape: Sequence[int]) -> None:
             f"{name}: {given.dtype} of shape {tuple(given.shape)} on {given.device}; "
             f"this buffer needs {own.dtype} of shape {tuple(shape)} on {own.device}"
         )
+
+
+def find_sequences(ends: NDArray[np.bool_], lengths: Sequence[int]) -> Sequences:
+    """The sequences of rows (rows, capacity) that hold `lengths` steps; each ends where `ends` says or with its row."""
+    sequences = []
+    for row, length in enumerate(lengths):
+        inside = np.flatnonzero(ends[row, : max(0, length - 1)]) + 1
+        for begin, stop in pairwise([0, *inside.tolist(), length] if length else []):
+            sequences.append((row * ends.shape[1] + begin, stop - begin, row))
+    return Sequences(*np.array(sequences, np.int64).reshape(-1, 3).T)
+
+
+class Packed(NamedTuple):
+    """The sequences of some rows, longest first, and their steps in packed order (see `Stretches`); on the CPU."""
+
+    starts: Array  # (sequences,): index of the first cell of each
+    rows: Array  # (sequences,)
+    cells: Array  # (steps,)
+    blocks: tuple[tuple[int, int], ...]
+    positions: Array | None
+
+
+def pack(sequences: Sequences, rows: Sequence[int]) -> Packed:
+    """All sequences of these rows."""
+    chosen = np.flatnonzero(np.isin(sequences.rows, rows))
+    if not len(chosen):
+        raise BadValueError(f"rows {list(rows)} hold no step; use some of {np.unique(sequences.rows).tolist()}")
+    chosen = chosen[np.argsort(-sequences.lengths[chosen], kind="stable")]
+    starts, lengths = sequences.starts[chosen], sequences.lengths[chosen]
+    time = np.arange(lengths[0])[:, None]
+    inside = time < lengths
+    blocks, index = _stretches(lengths, inside)
+    full = sum(size * span for size, span in blocks) == len(index)
+    return Packed(starts, sequences.rows[chosen], (starts + time)[inside], blocks, None if full else index)
 
 
 def _stretches(lengths: Array, inside: NDArray[np.bool_]) -> tuple[tuple[tuple[int, int], ...], Array]:
