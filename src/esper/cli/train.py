@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,8 @@ from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
 from esper.simic.rewards.config import Family
-from esper.simic.training.config import TrainConfig, read_settings
+from esper.simic.teaching import teach
+from esper.simic.training.config import TrainConfig, read_settings, taught_config
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
 from esper.storage.series import KEEP
@@ -77,6 +79,10 @@ class TrainCommand:
     """Resume this run from its last complete round. Only --data-dir may differ."""
     config: Annotated[Path | None, flag(Path)] = None
     """TOML file with any settings, e.g. `[ppo]` and `epochs = 8`. Flags win over the file."""
+    teach: Annotated[int | None, flag(int)] = None
+    """Search fixed plans with this number of episodes first, and imitate the best ones of each host."""
+    workers: Annotated[int | None, flag(int, 1)] = None
+    """Processes of that search."""
     start: Annotated[Path | None, flag(Path)] = None
     """Run whose trained controller this run starts with."""
     preset: Annotated[str | None, flag(str, DEFAULT.preset)] = None
@@ -107,7 +113,10 @@ class TrainCommand:
         config = self.settings() if self.resume is None else self._resumed(self.resume)
         folder, resume = self.resume or self.out or OUT, self.resume is not None
         folders = {"profile": self.profile, "record": self.record}
-        trainer = Trainer(config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, **folders)
+        begin = partial(teach, config, workers=self.workers or 1) if config.teach.episodes else None
+        trainer = Trainer(
+            config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, begin=begin, **folders
+        )
         trainer.run()
         console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
         if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
@@ -115,14 +124,17 @@ class TrainCommand:
 
     def settings(self) -> TrainConfig:
         """The defaults, changed by the file, then by the flags."""
-        config = DEFAULT if self.config is None else read_settings(self.config)
+        config = DEFAULT if self.teach is None else taught_config(self.teach)
+        config = config if self.config is None else read_settings(self.config, config)
         given = {name: value for name, value in _given(self).items() if hasattr(config, name)}
         given |= {name: replace(getattr(config, name), **_given(getattr(self, name))) for name in ("ppo", "reward")}
+        if self.teach is not None:
+            given["teach"] = replace(config.teach, episodes=self.teach)
         return replace(config, **given)
 
     def _resumed(self, folder: Path) -> TrainConfig:
         """The settings of a run to resume; only its data folder may differ."""
-        names = _given(self).keys() - {"resume", "data_dir", "profile", "record", "sinks", "ppo", "reward"}
+        names = _given(self).keys() - {"resume", "data_dir", "profile", "record", "workers", "sinks", "ppo", "reward"}
         names |= {f"{group}.{name}" for group in ("ppo", "reward") for name in _given(getattr(self, group))}
         if names:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))

@@ -87,6 +87,13 @@ class FactoredRecurrentActorCritic(RecurrentEncoder):
             first = self.table.heads[0].name
             self.get_parameter(f"heads.{first}.bias").copy_(torch.tensor(self.config.first_bias))
 
+    @torch.no_grad()
+    def sharpen(self, factor: float) -> None:
+        """Multiply the logits of all heads: above 1, likelier choices become likelier still."""
+        for head in self.heads.values():
+            for weight in (head.score if isinstance(head, _OfferHead) else head).parameters():
+                weight.mul_(factor)
+
     def value(self, core: Tensor, encoded: Encoded) -> Tensor:
         """(n,): the normalised value."""
         state = self.critic(torch.cat([core, encoded.critic], -1) if self._informed else core)

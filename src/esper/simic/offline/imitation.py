@@ -8,7 +8,7 @@ The same loss extracts a policy in implicit Q-learning, with weights from advant
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,8 +27,6 @@ from esper.tamiyo import ActionTable, Decision, NetworkConfig, ObservationLayout
 class ImitationConfig:
     """Settings of imitation."""
 
-    network: NetworkConfig = field(default_factory=windowed)
-    """The policy's network; by default it remembers the last four observations, without an LSTM."""
     epochs: int = 60
     """Passes over the episodes."""
     batch: int = 64
@@ -71,15 +69,11 @@ def evaluate_steps(agent: PPOAgent, steps: PackedSteps, *, likeliest: bool = Fal
     return agent.network.decide(core, encoded, steps.masks, 0.0, actions=actions, measured=False)
 
 
-def new_agent(
-    table: ActionTable, layout: ObservationLayout, network: NetworkConfig, data: Transitions, rng_seed: int
-) -> PPOAgent:
-    """An untrained agent with the statistics of these observations, frozen."""
-    agent = PPOAgent(table, layout, PPOConfig(network=network), rng_seed=rng_seed)
+def set_statistics(agent: PPOAgent, data: Transitions) -> None:
+    """Set the statistics of observations to those of the data, and freeze them."""
     flat = data.observations.flatten(0, 1)
-    agent.observations.update(flat, layout.counted(flat))
+    agent.observations.update(flat, agent.layout.counted(flat))
     agent.observations.freeze()
-    return agent
 
 
 def imitate(
@@ -88,23 +82,33 @@ def imitate(
     layout: ObservationLayout,
     config: ImitationConfig | None = None,
     *,
+    network: NetworkConfig | None = None,
     rng_seed: int = 0,
     advance: Advance = ignore,
 ) -> Imitation:
-    """Learn a policy from transitions. `advance` counts epochs."""
+    """Learn a policy from transitions. `network`: by default a `PolicyNetwork`. `advance` counts epochs."""
     config = config if config is not None else ImitationConfig()
     generator = torch.Generator().manual_seed(rng_seed)
     seen, unseen = divide_hosts(data, config.held_out, generator)
-    agent = new_agent(table, layout, config.network, seen, rng_seed)
+    agent = PPOAgent(table, layout, PPOConfig(network=windowed() if network is None else network), rng_seed=rng_seed)
+    set_statistics(agent, seen)
+    fit_actor(agent, seen, config, generator, advance)
+    held_out = None if unseen is None else accuracy(agent, unseen)
+    return Imitation(agent, accuracy(agent, seen), held_out)
+
+
+def fit_actor(
+    agent: PPOAgent, data: Transitions, config: ImitationConfig, generator: torch.Generator, advance: Advance = ignore
+) -> None:
+    """Train an agent's policy to imitate the data. `advance` counts epochs."""
     trainer = ActorTrainer(agent, config)
+    minibatches = -(-data.n_episodes // config.batch)
+    total = float(data.weights.sum()) / minibatches  # per minibatch, whatever its size
     for _ in range(config.epochs):
-        total = float(seen.weights.sum()) / -(-seen.n_episodes // config.batch)
-        for steps in seen.minibatches(config.batch, generator):
+        for steps in data.minibatches(config.batch, generator):
             trainer.step(steps, steps.weights / total)
         trainer.end_epoch()
         advance(1)
-    held_out = None if unseen is None else accuracy(agent, unseen)
-    return Imitation(agent, accuracy(agent, seen), held_out)
 
 
 class ActorTrainer:
@@ -120,12 +124,12 @@ class ActorTrainer:
         """Learn from a minibatch with these weights (steps,), already normalised; returns its loss."""
         loss = imitation_loss(evaluate_steps(self.agent, steps), weights)
         if not bool(loss.isfinite()):
-            raise NotFiniteError(f"the imitation loss is {float(loss)}; check the weights of the steps")
+            raise NotFiniteError(f"the imitation loss is {float(loss.detach())}; check the weights of the steps")
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def end_epoch(self) -> None:
         """Lower the learning rate."""

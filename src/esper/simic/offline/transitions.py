@@ -13,6 +13,7 @@ from esper.simic.offline.episodes import Episodes, RecordHeader
 from esper.simic.rewards import RewardConfig
 from esper.tamiyo import ActionTable, ObservationLayout
 from esper.tamiyo.encoder import Stretches
+from esper.tamiyo.features import BLUEPRINT
 
 
 class Transitions(NamedTuple):
@@ -127,21 +128,21 @@ def _lengthen(part: Transitions, steps: int) -> Transitions:
 
 
 def fit_columns(flat: Tensor, own: ObservationLayout, wanted: ObservationLayout) -> Tensor:
-    """Observations (…, size) of one layout in another, for more slots or other blueprints; what is new is zero.
+    """Observations (…, size) of one layout in another, which may have more slots, other blueprints or fewer columns.
 
-    What `Translation` does to the signals of a live host, on recorded columns.
+    What is new is zero. What `Translation` does to the signals of a live host, on recorded columns.
     """
     if own == wanted:
         return flat
-    foreign = [name for name in own.slot if name not in wanted.slot and not name.startswith("blueprint.")]
-    lacking = [name for name in wanted.slot if name not in own.slot and not name.startswith("blueprint.")]
-    if foreign or lacking or (own.host, own.offer, own.critic) != (wanted.host, wanted.offer, wanted.critic):
-        raise BadValueError(f"records and policy see other columns: {foreign[:5]}, {lacking[:5]}; record them again")
+    missing = {*wanted.slot, *wanted.offer} - {*own.slot, *own.offer}
+    missing -= {f"{BLUEPRINT}.{name}" for name in wanted.vocabulary}
+    if missing or (own.host, own.critic) != (wanted.host, wanted.critic):
+        raise BadValueError(f"the records lack columns that the policy sees: {sorted(missing)[:5]}; record them again")
     host, slots, offers, critic = own.split(flat)
-    columns = _matching(own.slot, wanted.slot)
-    slots = _choose(slots, columns, -1)
+    slots = _choose(slots, _matching(own.slot, wanted.slot), -1)
+    offers = _choose(offers, _matching(own.offer, wanted.offer), -1)
     offers = _choose(offers, _matching(own.vocabulary, wanted.vocabulary), -2)
-    slots, offers = (_pad(part, -axis, wanted.slots) for part, axis in ((slots, 2), (offers, 3)))
+    slots, offers = _pad(slots, -2, wanted.slots), _pad(offers, -3, wanted.slots)
     lead = host.dim() - 1
     return torch.cat([host, slots.flatten(lead), offers.flatten(lead), critic], -1)
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from esper.kasmina.slot import ISOLATIONS, Isolation
 from esper.leyline import BadValueError, UnknownNameError, head_preset
-from esper.leyline.numbers import require_whole
+from esper.leyline.numbers import require_positive, require_whole
 from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOConfig
+from esper.simic.offline.imitation import ImitationConfig
+from esper.simic.offline.networks import windowed
 from esper.simic.rewards import RewardConfig, check_gamma
 from esper.simic.telemetry import AlarmLimits
 from esper.tolaria import Task, get_task
@@ -26,6 +28,26 @@ def growth_ppo() -> PPOConfig:
 
 
 @dataclass(frozen=True)
+class TeachConfig:
+    """Settings of teaching: a search of plans, and imitation of the best ones, before the first round."""
+
+    episodes: int = 0  # of the search, divided equally among the tasks; 0: no teaching
+    betas: tuple[float, ...] = (1.0, 3.0)  # points; a plan that is β better on a host is e times as important there
+    sharpness: tuple[float, ...] = (1.0, 3.0, 10.0)  # factors of the logits after the imitation
+    folds: int = 3  # parts of the hosts; each is held out once, to choose among the betas and sharpnesses
+    imitation: ImitationConfig = field(default_factory=ImitationConfig)
+
+    def __post_init__(self) -> None:
+        require_whole("teach.episodes", self.episodes, 0)
+        require_whole("teach.folds", self.folds, 2)
+        for name in ("betas", "sharpness"):
+            if not (values := getattr(self, name)):
+                raise BadValueError(f"teach.{name} is empty; give at least one number")
+            for value in values:
+                require_positive(f"teach.{name}", value)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Settings of a run, in which a controller learns on fresh hosts, round after round."""
 
@@ -39,6 +61,7 @@ class TrainConfig:
     preset: str = "core"  # heads and ops of the controller: core, commit or full
     sensing: bool = True  # whether the controller sees the probes of empty slots
     isolation: Isolation = "shadow"  # how seeds in TRAINING learn: in a shadow row, or straight_through the main row
+    teach: TeachConfig = field(default_factory=TeachConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=growth_ppo)
     alarms: AlarmLimits = field(default_factory=AlarmLimits)
@@ -47,7 +70,8 @@ class TrainConfig:
     data_dir: Path | None = None  # folder of the data sets (default: $ESPER_DATA, else the user's cache)
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "hosts", "members", "threads"):
+        require_whole("rounds", self.rounds, 0 if self.teach.episodes else 1)
+        for name in ("hosts", "members", "threads"):
             require_whole(name, getattr(self, name), 1)
         if self.batch is not None:
             require_whole("batch", self.batch, 1)
@@ -61,6 +85,8 @@ class TrainConfig:
             )
         if self.isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
+        if self.teach.episodes and (self.start, self.batch, self.isolation) != (None, None, "shadow"):
+            raise BadValueError("teaching searches with the task's own hosts; omit --start, --isolation and batch")
         self.ppo.floors(len(self.tasks))
         check_gamma(self.reward.gamma, self.ppo.gamma)
 
@@ -80,6 +106,18 @@ class TrainConfig:
         return replace(self.ppo, network=network, steps=max(task.steps for task in tasks), advantage_floor=floor)
 
 
+def taught_config(episodes: int) -> TrainConfig:
+    """The default settings of a run that begins with teaching.
+
+    Under preset `commit` a plan is a single decision, which is easily imitated. The policy knows where to go, so
+    nothing is explored by force; the critic, which nobody taught, learns first, and a leash holds the policy meanwhile.
+    """
+    ppo = replace(
+        growth_ppo(), network=windowed(), critic_first=4, leash=0.3, leave_one_out=True, explore=0.0, entropy=0.002
+    )
+    return TrainConfig(preset="commit", members=7, teach=TeachConfig(episodes), ppo=ppo)
+
+
 def decode_config(values: Mapping[str, Json], where: str) -> TrainConfig:
     """Settings from a parsed JSON or TOML object that has every field, strictly checked."""
     config: TrainConfig = decode(TrainConfig, {**values, **dict.fromkeys(PATHS)}, where)
@@ -88,13 +126,13 @@ def decode_config(values: Mapping[str, Json], where: str) -> TrainConfig:
     return replace(config, data_dir=data_dir, start=start)
 
 
-def read_settings(path: Path) -> TrainConfig:
+def read_settings(path: Path, default: TrainConfig | None = None) -> TrainConfig:
     """The default settings, changed by a TOML file: any field, nested ones in tables, "none" for None."""
     try:
         changes = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadValueError(f"{path} cannot be read as TOML: {error}") from error
-    return decode_config(_changed(encode(TrainConfig()), changes), f"{path}: settings")
+    return decode_config(_changed(encode(default or TrainConfig()), changes), f"{path}: settings")
 
 
 def _changed(values: Json, changes: Json) -> Json:

@@ -5,7 +5,8 @@ one episode of all hosts in lockstep and one update of the policy. A *group* is 
 *control*, never grows. The others, the *grown* envs, belong to the policy.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from esper.leyline import derive_seed, head_preset
 from esper.nissa import SinkSettings
-from esper.simic.agent import PPOAgent
+from esper.simic.agent import PPOAgent, PPOConfig
 from esper.simic.offline.shards import check_unused
 from esper.simic.telemetry import Spans, check_trace
 from esper.simic.training.collect import RoundCollector, RoundRecord
@@ -26,8 +27,10 @@ from esper.simic.training.run_folder import Restored, RunFolder, check_settings,
 from esper.simic.training.tape import RoundRecords
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
-from esper.tamiyo import ActionTable, ObservationLayout, growth_layout, growth_table
+from esper.tamiyo import ActionTable, NetworkConfig, ObservationLayout, growth_layout, growth_table
 from esper.tolaria import get_task
+
+Begin = Callable[[PPOAgent, Path], None]  # changes a new agent; the path is the run's folder
 
 
 class Trainer:
@@ -47,10 +50,11 @@ class Trainer:
         sinks: SinkSettings | None = None,
         profile: Path | None = None,
         record: Path | None = None,
+        begin: Begin | None = None,
     ) -> None:
         """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round.
 
-        `record`: folder for records of every transition.
+        `record`: folder for records of every transition. `begin`: teaches the new agent before the first round.
         """
         sinks = sinks or SinkSettings()
         sinks.check()
@@ -72,8 +76,8 @@ class Trainer:
         agent = PPOAgent(
             table,
             layout,
-            config.agent_config(*(runner.fleet.task for runner in self.runners)),
-            total_updates=config.rounds,
+            agent_config(config, self.runners),
+            total_updates=max(1, config.rounds),
             tasks=len(self.runners),
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
             device=config.device,
@@ -89,6 +93,7 @@ class Trainer:
         self.recorder = Recorder(self.folder, restored, sinks, profile)
         if config.start is not None and not resume:  # a resume must not read `config.start` again: it may have changed
             self.recorder.save(self.agent, 0)
+        self._begin = begin if not resume or checkpoints_of(folder).newest() is None else None
         self.records: RoundRecords | None = None
         if record is not None:
             self.records = RoundRecords(record, self.runners, read_checksum(folder), self.round)
@@ -99,9 +104,23 @@ class Trainer:
 
     def run(self, *, progress: bool = True) -> None:
         """Train the remaining rounds. Ctrl-C and SIGTERM end it after the last complete round."""
+        if self._begin is not None:
+            self._teach(self._begin)
         with self.recorder.session(lambda: self.round, progress=progress):
             while self.round < self.config.rounds:
                 self.run_round()
+
+    def _teach(self, begin: Begin) -> None:
+        """Let the agent be taught, and store it as the checkpoint of round 0."""
+        try:
+            begin(self.agent, self.folder.path)
+            if self.agent.config.leash > 0:
+                self.agent.hold_to_start()
+            self.recorder.save(self.agent, 0)
+        except BaseException:
+            self.folder.__exit__(*sys.exc_info())  # a session would have closed it
+            raise
+        self._begin = None
 
     def run_round(self) -> list[RoundRecord]:
         """Collect a round, learn from it, record it; returns a record per task."""
@@ -138,6 +157,14 @@ def common_view(runners: Sequence[EpisodeRunner], config: TrainConfig) -> tuple[
     widest = max((runner.slots for runner in runners), key=len)
     layout = growth_layout(widest, sensing=config.sensing, vocabulary=names)
     return growth_table(head_preset(config.preset), widest, names), layout
+
+
+def agent_config(config: TrainConfig, runners: Sequence[EpisodeRunner]) -> PPOConfig:
+    """PPO's settings for these hosts. A run that starts from another policy has its network, unless one is set."""
+    own = config.agent_config(*(runner.fleet.task for runner in runners))
+    if config.start is None or config.ppo.network != NetworkConfig():
+        return own
+    return replace(own, network=open_policy(config.start)[0].config.network)
 
 
 def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:

@@ -1,0 +1,158 @@
+"""A controller from few episodes: search, imitate, improve; against plans searched with as many episodes.
+
+    python benchmarks/teaching.py --task digits_varied --teach 300 --rounds 30 --workers 16 --keep FOLDER
+    python benchmarks/teaching.py … --stage evaluate --final
+
+Every training seed has a data set and a search of its own. Everything is stored in FOLDER, and a second call continues.
+`taughtN` is a controller after imitation, `runN` after PPO, `planN.json` a plan that was searched with the episodes of
+the teaching. The test images are used with --final alone.
+"""
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from harness import RESULTS, print_table, write_result
+
+from esper.simic.agent import load_agent
+from esper.simic.agent.policy import write_policy
+from esper.simic.evaluation.comparison import EvaluationReport, run_comparisons
+from esper.simic.evaluation.policies import EvaluationConfig
+from esper.simic.evaluation.results import overall_mean
+from esper.simic.teaching import teach
+from esper.simic.training.config import TrainConfig, taught_config
+from esper.simic.training.run_folder import checkpoints_of
+from esper.simic.training.trainer import Trainer
+from esper.simic.tuning import tune, write_tuned
+
+STAGES = ("train", "search", "evaluate")
+EVERY = 5  # rounds between two checkpoints that are kept for the learning curve
+
+
+def run_config(arguments: argparse.Namespace, seed: int) -> TrainConfig:
+    """The settings of one training seed."""
+    config = taught_config(arguments.teach)
+    ppo = replace(config.ppo, **{name: float(value) for name, value in (item.split("=") for item in arguments.ppo)})
+    names = {"task": arguments.task, "rounds": arguments.rounds, "hosts": arguments.hosts, "seed": seed}
+    return replace(config, **names, device=arguments.device, ppo=ppo)
+
+
+def train(arguments: argparse.Namespace, seed: int) -> None:
+    """Teach and train one controller, or continue; then write the taught policy as a file."""
+    torch.set_num_threads(1)
+    folder, config = arguments.keep / f"run{seed}", run_config(arguments, seed)
+    resume = (folder / "config.json").is_file()
+    begin = partial(teach, config, workers=max(1, arguments.workers // len(arguments.seeds)), progress=False)
+    trainer = Trainer(config, folder, resume=resume, keep_checkpoints=10_000, begin=begin)
+    trainer.run(progress=False)
+    agent, _ = load_agent(checkpoints_of(folder).path_of(0))
+    write_policy(arguments.keep / f"taught{seed}", agent, config.preset)
+
+
+def search(arguments: argparse.Namespace, seed: int) -> None:
+    """Search one plan with the episodes of the teaching."""
+    torch.set_num_threads(1)
+    path = arguments.keep / f"plan{seed}.json"
+    if not path.exists():
+        config = run_config(arguments, seed)
+        found = tune(
+            config.task, "schedule", arguments.teach, seed, config.preset, device=arguments.device, progress=False
+        )
+        write_tuned(path, found)
+
+
+def in_parallel(arguments: argparse.Namespace) -> None:
+    """Train all seeds and search their plans side by side."""
+    jobs = [
+        partial(job, arguments, seed)
+        for job in (train, search)
+        for seed in arguments.seeds
+        if job.__name__ in arguments.stage
+    ]
+    if arguments.workers == 1:
+        for job in jobs:
+            job()
+        return
+    with ProcessPoolExecutor(len(jobs) or 1, mp_context=get_context("spawn")) as pool:
+        for future in wait([pool.submit(job) for job in jobs]).done:
+            future.result()
+
+
+def policies(arguments: argparse.Namespace) -> list[str]:
+    """What is evaluated: taught controllers, trained ones, searched plans, and rules."""
+    keep, seeds = arguments.keep, arguments.seeds
+    specs = ["+".join(str(keep / f"taught{seed}") for seed in seeds)]
+    specs += ["+".join(str(keep / f"run{seed}") for seed in seeds)] if arguments.rounds else []
+    specs += ["schedule:" + "+".join(str(keep / f"plan{seed}.json") for seed in seeds)]
+    return [*specs, *arguments.against]
+
+
+def evaluate(arguments: argparse.Namespace) -> EvaluationReport:
+    """All policies on the same unseen hosts."""
+    config = run_config(arguments, 0)
+    hosts = EvaluationConfig(config.task, arguments.eval_hosts, arguments.eval_seed, config.preset, arguments.final)
+    return run_comparisons(
+        [config.task],
+        policies(arguments),
+        replace(hosts, device=arguments.device),
+        margin=arguments.margin,
+        greedy=True,
+        workers=arguments.workers,
+        progress=False,
+        keep=arguments.keep / "results",
+    )
+
+
+def main() -> None:
+    """Run the stages, print one table, write one JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits_varied")
+    parser.add_argument("--teach", type=int, default=300, help="episodes of each search")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of PPO after the imitation")
+    parser.add_argument("--hosts", type=int, default=32, help="hosts per round, controls included")
+    parser.add_argument("--ppo", nargs="*", default=[], metavar="NAME=VALUE", help="settings of PPO, e.g. rate=0.003")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--stage", nargs="*", choices=STAGES, default=STAGES)
+    parser.add_argument("--against", nargs="*", default=["random-commit", "wait"], help="further policies")
+    parser.add_argument("--eval-hosts", type=int, default=64)
+    parser.add_argument("--eval-seed", type=int, default=7)
+    parser.add_argument("--margin", type=float, default=1.0)
+    parser.add_argument("--final", action="store_true", help="hosts of the final range, scored on test images")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--keep", type=Path, required=True, help="folder of runs, plans and results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.keep.mkdir(parents=True, exist_ok=True)
+    in_parallel(arguments)
+    if "evaluate" not in arguments.stage:
+        return
+    report = evaluate(arguments)
+    comparison = report.tasks[arguments.task]
+    rows = [
+        [
+            name if len(name) < 40 else f"{Path(name.split('+')[0]).name} …",
+            f"{overall_mean(results, 'objective'):+.2f}",
+            f"{overall_mean(comparison.greedy[name], 'objective'):+.2f}" if name in comparison.greedy else "",
+            f"{overall_mean(results, 'added_params'):.0f}",
+            " ".join(f"{kind} {one.objective:+.2f}" for kind, one in comparison.kinds.get(name, {}).items()),
+        ]
+        for name, results in comparison.policies.items()
+    ]
+    print_table(comparison.title, ["policy", "objective", "greedy", "parameters", "by kind"], rows)
+    for claim in comparison.claims:
+        d = claim.difference
+        first, second = (Path(name.split("+")[0]).name for name in (claim.policy, claim.against))
+        verdict = "superior" if claim.superior else "not worse" if claim.not_worse else ""
+        print(f"{first} − {second}: {d.mean:+.2f} ({d.low:+.2f} to {d.high:+.2f}) {verdict}")
+    content = json.loads(json.dumps(report.to_json()).replace(str(arguments.keep) + "/", ""))
+    write_result(f"teaching_{arguments.task}{'' if arguments.final else '_validation'}", content, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
