@@ -1,10 +1,12 @@
 """Killed in mid-growth and resumed from ordinary state dicts, a run ends as the uninterrupted one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from loops import BlindCNN, digits, equal, loader, make, sgd, through_disk, train_epoch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -108,11 +110,27 @@ def test_other_slots_are_refused() -> None:
     assert not getattr(model, CHILD).live()
 
 
-def test_structure_is_one_tensor_of_bytes() -> None:
-    """Safe for safetensors."""
+def test_structure_is_one_tensor_of_bytes(tmp_path: Path) -> None:
+    """So safetensors takes a model that grows."""
     saved, *_ = run(0, 2)
     structure = saved["model"][f"{CHILD}._extra_state"]
     assert structure.dtype == torch.uint8 and structure.dim() == 1
+    save_file(saved["model"], tmp_path / "model.safetensors")
+    _, rest, wanted = run(2, STEPS, through_disk(saved))  # torch trains on with the tensors that it loads
+    _, again, found = run(2, STEPS, saved | {"model": load_file(tmp_path / "model.safetensors")})
+    assert again == rest and equal(wanted.items(), found.items())
+
+
+def test_the_growers_own_state_dict() -> None:
+    """It holds the structure: which seeds are where, their stages and the step, but no weights."""
+    model, optimizer, grower = make(steps=STEPS, budget=3000)
+    train_epoch(model, optimizer, DATA)
+    grower.step(loader(VALIDATION))
+    other, own, resumed = make(steps=STEPS, budget=3000)
+    resumed.load_state_dict(through_disk(grower.state_dict()))
+    assert resumed.report().slots == grower.report().slots and resumed.report().step == 1
+    assert [name for name, _ in other.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert len(own.param_groups[0]["params"]) == len(list(other.parameters()))
 
 
 def test_damaged_structure_is_refused() -> None:

@@ -50,15 +50,16 @@ def main(wrapped_first: bool, accumulate: bool) -> None:
         lines.append(str(grower.step(loader((images[part], labels[part])))))
     assert sum("germinated" in line for line in lines) == 2, lines
     assert len(list(getattr(net, CHILD).parameters())) > 0
-    mine = torch.cat([tensor.detach().double().flatten() for tensor in net.state_dict().values()])
-    other = mine.clone()
-    dist.broadcast(other, src=0)
     # Batch statistics are each rank's own; DDP copies those of rank 0 before the next pass.
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    theirs = weights.clone()
-    dist.broadcast(theirs, src=0)
-    assert torch.equal(weights, theirs), float((weights - theirs).abs().max())
-    assert lines == lines
+    momenta = torch.cat([optimizer.state[p]["momentum_buffer"].flatten() for p in net.parameters()])
+    for mine in (weights, momenta):
+        theirs = mine.clone()
+        dist.broadcast(theirs, src=0)
+        assert torch.equal(mine, theirs), float((mine - theirs).abs().max())
+    told: list[list[str]] = [[], []]
+    dist.all_gather_object(told, lines)
+    assert told[0] == told[1] == lines
     spoil(net, float("nan"))
     assert "restored step 4 and pruned bottleneck behind stage2" in str(grower.step(loader((images, labels))))
     rest = torch.cat([p.detach().flatten() for p in net.parameters()])

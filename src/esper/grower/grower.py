@@ -121,7 +121,8 @@ class Grower:
         if self._decider is not None:  # a state dict was loaded before
             return
         try:
-            self._choose_slots(args, kwargs)
+            with torch.inference_mode(False):  # a trainer may validate first; seeds are to be trained
+                self._choose_slots(args, kwargs)
         except EsperError:
             self._clear()
             raise
@@ -221,13 +222,14 @@ class Grower:
         that, but contributions cannot be measured.
         """
         decider = self._ready()
+        self._tap.collect()
         if isinstance(validation, Real) or (isinstance(validation, Tensor) and validation.dim() == 0):
             validation = float(validation)
         log = self._log if ranks.rank() == 0 else None
         if log is not None and not log.is_open:  # resumed, and not trained since
             log.resume(self._settings(), decider.step)
         begun, before = time.perf_counter(), self._blueprints()
-        with fork_rng(self._host):
+        with torch.inference_mode(False), fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
             record = self._on_all_ranks(decider, lambda: self._decide(decider, validation))
@@ -363,7 +365,8 @@ class Grower:
         if decider is None:
             self._clear()
             return self.model
-        with fork_rng(self._host):
+        self._tap.collect()
+        with torch.inference_mode(False), fork_rng(self._host):
             if validation is not None:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))

@@ -106,6 +106,7 @@ class GrowingModel:
 
     def check_learning(self, passes: int) -> None:
         """Raise if a seed that acted during `passes` training passes got no gradient, or was never updated."""
+        by_another = self.membership.updated_by_another()
         for slot_id, state in self.live().items():
             arrived, self.arrivals[slot_id] = self.arrivals[slot_id], 0
             if passes == 0:
@@ -119,7 +120,7 @@ class GrowingModel:
             seed = self.modules[slot_id].seed
             assert seed is not None
             silent = born_zero(seed)
-            if silent and not any(bool(parameter.any()) for parameter in silent):
+            if by_another and silent and not any(bool(parameter.any()) for parameter in silent):
                 raise BadValueError(
                     f"{label} got gradients but was never updated: pass the Grower the optimizer that your loop steps"
                 )
