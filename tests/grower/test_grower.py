@@ -92,6 +92,7 @@ def test_finished_models_compute_the_same() -> None:
     assert all(after[name] is own[name] for name in seen)
     assert {id(p) for name, p in after.items() if name not in seen} == seeds
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not any(type(module).__module__.startswith("esper") for module in model.modules())
 
 

@@ -168,6 +168,13 @@ def test_sharded_models(name: str) -> None:
         Grower(sharded, sgd(sharded), budget=1000)
 
 
+def test_data_parallel() -> None:
+    """It would train copies of the seeds."""
+    model = nn.DataParallel(BlindCNN())
+    with pytest.raises(BadValueError, match=r"use DistributedDataParallel, or pass model\.module"):
+        Grower(model, sgd(model), budget=1000)
+
+
 def test_sharded_optimizers() -> None:
     """Refused by name."""
     model = BlindCNN()

@@ -390,4 +390,6 @@ class Grower:
         if self._log is not None:
             self._log.close()
         self._membership.adopt()
+        if self._decider is not None:
+            self._decider.growing.release()
         self._finished = True
