@@ -167,7 +167,9 @@ def test_own_models_are_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (host,) = set(arms["ungrown"]["parameters"])
         sizes = arms["grown"]["parameters"]
         assert len(sizes) == 10 and max(sizes) <= host + case.budget
-        found = {arm: script.compare(arms["grown"]["scores"], arms[arm]["scores"], case.by_loss) for arm in arms}
+        found: dict[str, tuple[float, float]] = {
+            arm: script.compare(arms["grown"]["scores"], arms[arm]["scores"], case.by_loss) for arm in arms
+        }
         score = fmean(arms["grown"]["scores"])
         parameters = f"{host:,} → {round(fmean(sizes)):,}"
         long = {arm: signed(*found[arm], 2) for arm in found}
