@@ -39,6 +39,11 @@ class Scored(NamedTuple):
     first: Batch
     """The first validation batch"""
 
+    @property
+    def calibrated(self) -> RowScore:
+        """The model as it trains: with the statistics of the last inputs, if a row with them was scored."""
+        return self.main if self.rows is None else self.rows[None]
+
 
 class Look(NamedTuple):
     """One measurement of the model."""

@@ -247,12 +247,12 @@ class Grower:
     def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
         scored = decider.score(validation)
         is_loss = scored.rows is not None or self._scorer.loss is not None
-        symptom = decider.guard.symptom(scored.main, is_loss=is_loss)
+        symptom = decider.guard.symptom(scored.main, scored.calibrated.loss, is_loss=is_loss)
         if symptom is not None:
             return self._undo(decider, scored.main, symptom)
         growing = decider.growing
         look = decider.measure(scored)
-        decider.guard.observe(scored.main.loss)
+        decider.guard.observe(scored.calibrated.loss)
         decider.step += 1
         ticks = [change for _, change in growing.tick()]
         actions, changes = decider.decide()
