@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from statistics import fmean, stdev
 from types import ModuleType
 from typing import Any
 
@@ -143,3 +144,59 @@ def test_a_second_look_at_test_images_is_on_the_page(results: ModuleType) -> Non
     assert "| a (2 seeds) | 2 | +2.0 | +1.5 | 75 % (50 to 90) |" in plain
     assert results.gain_lasts(found | {"warnings": []}) == plain
     assert results.gain_lasts(found | {"warnings": ["a0 was seen"]}) == plain + "\nWarned: a0 was seen.\n"
+
+
+def stored(name: str) -> Any:
+    """A stored result."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def signed(mean: float, half: float, digits: int) -> str:
+    """As the tables show it."""
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+
+
+def test_own_models_are_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tables of own models, recomputed from the stored scores; the budget held, and no model lost by growth."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("own_models")
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs" / "own-models.md").read_text()
+    not_below_static = 0
+    for name, model in stored("own_models")["models"].items():
+        case, arms = script.CASES[name], model["arms"]
+        (host,) = set(arms["ungrown"]["parameters"])
+        sizes = arms["grown"]["parameters"]
+        assert len(sizes) == 10 and max(sizes) <= host + case.budget
+        found: dict[str, tuple[float, float]] = {
+            arm: script.compare(arms["grown"]["scores"], arms[arm]["scores"], case.by_loss) for arm in arms
+        }
+        score = fmean(arms["grown"]["scores"])
+        parameters = f"{host:,} → {round(fmean(sizes)):,}"
+        long = {arm: signed(*found[arm], 2) for arm in found}
+        shown = f"loss {score:.3f}" if case.by_loss else f"{score:.1f} %"
+        unit = "%" if case.by_loss else "points"
+        ends = f"{long['ungrown']} {unit} | {long['static']} | {long['retrained']}"
+        assert f"| {parameters} | {shown} | {ends} |" in page
+        unit = f"{unit} of the loss" if case.by_loss else unit
+        short = {arm: signed(*found[arm], 1) for arm in found}
+        assert f"| {parameters} | {short['ungrown']} {unit} | {short['static']} {unit.split()[0]} |" in readme
+        lowest = {arm: gain - half for arm, (gain, half) in found.items()}
+        assert lowest["ungrown"] > -1
+        not_below_static += lowest["static"] > -1
+    assert not_below_static >= 2
+
+
+def test_other_figures_of_own_models() -> None:
+    """How seeds learn, and what a Grower costs that does nothing."""
+    page = (ROOT / "docs" / "own-models.md").read_text().replace("**", "")
+    ways = {"direct": "| acts from birth", "straight_through": "| straight-through,", "shadow": "| shadow row"}
+    learned = stored("how_seeds_learn")
+    for way, label in ways.items():
+        cells = []
+        for model in ("cnn", "mlp"):
+            gains = [a - b for a, b in zip(learned[model][way], learned[model]["none"], strict=True)]
+            cells.append(signed(fmean(gains), stdev(gains), 1))
+        (row,) = (line for line in page.splitlines() if line.startswith(label))
+        assert row.endswith(f"| {' | '.join(cells)} |")
+    cost = stored("grower_cost")["high"] - 1
+    assert cost <= 0.03 and f"at most {100 * cost:.2f} % of an epoch" in " ".join(page.split())

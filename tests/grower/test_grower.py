@@ -14,6 +14,7 @@ from torch import nn
 
 from esper.grower import Grower
 from esper.grower.container import CHILD
+from esper.grower.finishing import FinishError
 from esper.leyline import SeedStage, StageError
 
 DATA = digits(400)
@@ -92,7 +93,44 @@ def test_finished_models_compute_the_same() -> None:
     assert all(after[name] is own[name] for name in seen)
     assert {id(p) for name, p in after.items() if name not in seen} == seeds
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not any(type(module).__module__.startswith("esper") for module in model.modules())
+
+
+class OwnWay(nn.Module):
+    """A submodule that runs its children in its own way, so that a new child changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x).relu()
+        return x
+
+
+def test_an_end_that_fails_changes_nothing() -> None:
+    """The seed still grows, and may be dropped instead."""
+    torch.manual_seed(0)
+    blind = BlindCNN()
+    blind.stage1 = nn.Sequential(OwnWay(), nn.BatchNorm2d(8))
+    births = plan((1, "stage1.0", "conv_light"), (1, "stage2", "conv_light"))
+    model, optimizer, grower = make(model=blind, slots=["stage1.0", "stage2"], policy=births, budget=5000)
+    grow(grower, model, optimizer, 3)
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    output, members = model(VALIDATION[0]), list(optimizer.param_groups[0]["params"])
+    with pytest.raises(FinishError, match=r"differs from the grown one .* or drop="):
+        grower.finish(keep=["stage1.0"], drop=["stage2"])
+    assert equal(before.items(), model.state_dict().items())
+    assert torch.equal(model(VALIDATION[0]), output)
+    assert type(blind.stage1[0]) is OwnWay
+    assert all(a is b for a, b in zip(members, optimizer.param_groups[0]["params"], strict=True))
+    grow(grower, model, optimizer, 1)
+    model.eval()
+    assert grower.finish(keep=["stage2"], drop=["stage1.0"]) is model
+    assert not any(module.training for module in model.modules())
 
 
 def test_training_continues_after_the_end() -> None:

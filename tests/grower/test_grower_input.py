@@ -1,5 +1,6 @@
 """Mistakes: errors that name the value and the remedy, and a model that stays as it was."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,11 +51,15 @@ def test_refused(model: type[nn.Module], options: dict[str, Any], error: type[Ex
     net = model()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = sgd(net)
+    groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
     with pytest.raises(error, match=message):
         Grower(net, optimizer, **{"budget": 1000, "steps": 8, **options})
         net(DATA[0])
     assert equal(before.items(), net.state_dict().items())
+    assert optimizer.param_groups == groups
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert net(DATA[0]).shape == (200, 10)
+    Grower(net, optimizer, budget=1000)  # the way is free for a second try
 
 
 def test_steps_before_training() -> None:
@@ -64,12 +69,26 @@ def test_steps_before_training() -> None:
         grower.step(loader(DATA))
 
 
-def test_empty_loaders() -> None:
-    """Nothing to measure."""
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "yielded no batch"),
+        ([(DATA[0], torch.full_like(DATA[1], -100))], "no validation sample counts"),
+        ([(DATA[0] * torch.nan, DATA[1])], "not finite for 200 of 200"),
+    ],
+)
+def test_nothing_to_measure(batches: list[Any], message: str) -> None:
+    """Model, optimizer and modes stay as they were, and the next step is the first."""
     model, optimizer, grower = make()
     train_epoch(model, optimizer, DATA)
-    with pytest.raises(BadValueError, match="yielded no batch"):
-        grower.step([])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(BadValueError, match=message):
+        grower.step(batches)
+    assert equal(before.items(), model.state_dict().items())
+    assert str(settings) == str(optimizer.state_dict())
+    assert all(part.training for part in model.modules())
+    assert grower.step(loader(DATA)).step == 1
 
 
 def test_nan_from_the_loss() -> None:
@@ -113,10 +132,27 @@ def test_the_wrong_optimizer() -> None:
         grower.step(loader(DATA))
 
 
-def test_a_seed_without_gradient() -> None:
-    """The loop trains a copy."""
-    import copy
+@pytest.mark.parametrize("reason", ["rate", "accumulation"])
+def test_a_seed_that_waits_for_its_first_update(reason: str) -> None:
+    """A rate of zero, or gradients that are still accumulated, are no wrong optimizer: no parameter has changed."""
+    model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light")))
+    train_epoch(model, optimizer, DATA)
+    grower.step(loader(DATA))
+    for epoch in range(2):
+        if reason == "rate":
+            optimizer.param_groups[0]["lr"] = 0.0
+            train_epoch(model, optimizer, DATA, epoch)
+            optimizer.param_groups[0]["lr"] = 0.05  # what a scheduler sets before the next step
+        else:
+            F.cross_entropy(model(DATA[0]), DATA[1]).backward()
+        grower.step(loader(DATA))
+    train_epoch(model, optimizer, DATA, 3)
+    grower.step(loader(DATA))
+    assert all(bool(parameter.any()) for parameter in getattr(model, CHILD).parameters())
 
+
+def test_a_seed_without_gradient() -> None:
+    """The loop has frozen it."""
     model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light")))
     train_epoch(model, optimizer, DATA)
     grower.step(loader(DATA))
@@ -126,7 +162,6 @@ def test_a_seed_without_gradient() -> None:
     train_epoch(model, optimizer, DATA, 1)
     with pytest.raises(BadValueError, match="got no gradient"):
         grower.step(loader(DATA))
-    assert copy.deepcopy(model) is not None
 
 
 def test_after_the_end() -> None:

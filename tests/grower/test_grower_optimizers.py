@@ -25,7 +25,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=0.01, foreach=False),
     "adamw_foreach": lambda p: AdamW(p, lr=0.01, amsgrad=True, foreach=True),
     "adamw_fused": lambda p: AdamW(p, lr=0.01, fused=True),
-    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.5, centered=True, foreach=False),
+    "rmsprop_foreach": lambda p: RMSprop(p, lr=0.01, momentum=0.5, foreach=True),
 }
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
@@ -133,15 +134,19 @@ def test_seeds_join_the_groups_of_their_neighbours() -> None:
 
 
 def test_accumulation_and_clipping() -> None:
-    """Seeds are in `model.parameters()`, so clipping sees them; gradients may come in several passes."""
+    """Seeds are in `model.parameters()`, so clipping sees them; a birth leaves gradients that are half accumulated."""
     torch.manual_seed(0)
     model = BlindCNN()
     optimizer = SGD(model.parameters(), lr=0.05)
     grower = Grower(model, optimizer, budget=2000, steps=8, policy=plan((1, "stage1", "conv_light")))
     train_epoch(model, optimizer, DATA)
-    grower.step(loader(VALIDATION))
+    own = list(model.parameters())
     model.train()
     optimizer.zero_grad()
+    F.cross_entropy(model(DATA[0][100:150]), DATA[1][100:150]).backward()
+    before = snapshot(optimizer, own), [p.grad.clone() for p in own if p.grad is not None]
+    grower.step(loader(VALIDATION))
+    assert same(before, (snapshot(optimizer, own), [p.grad for p in own]))
     for part in torch.arange(100).split(50):
         F.cross_entropy(model(DATA[0][part]), DATA[1][part]).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -152,11 +157,16 @@ def test_accumulation_and_clipping() -> None:
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_mixed_precision(scaled: bool) -> None:
-    """Autocast alone, or with a scaler, which unscales and steps seeds like everything else."""
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_mixed_precision(name: str, scaled: bool) -> None:
+    """Autocast alone, or with a scaler, which unscales and steps seeds like everything else; a birth disturbs nobody.
+
+    Fused optimizers unscale by themselves.
+    """
     torch.manual_seed(0)
     model = BlindCNN()
-    optimizer = SGD(model.parameters(), lr=0.05)
+    own = list(model.parameters())
+    optimizer = OPTIMIZERS[name](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=scaled)
     grower = Grower(model, optimizer, budget=2000, steps=8, policy=plan((1, "stage1", "conv_light")))
     for _epoch in range(3):
@@ -168,7 +178,9 @@ def test_mixed_precision(scaled: bool) -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+        before = snapshot(optimizer, own), scaler.state_dict()
         grower.step(loader(VALIDATION))
+        assert same(before, (snapshot(optimizer, own), scaler.state_dict()))
     seeds = list(getattr(model, CHILD).parameters())
     assert seeds and all(bool(p.any()) for p in seeds)
 

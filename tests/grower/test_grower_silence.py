@@ -119,12 +119,60 @@ def test_compiled_after_the_first_pass() -> None:
     assert lines[False] == lines[True]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_models_are_calibrated(fullgraph: bool) -> None:
+    """The last training batch is seen through the compiler too, so a seed can be dropped and norms be set anew."""
+    torch._dynamo.reset()
+    model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light")))
+    model.eval()
+    model(DATA[0][:2])
+    model.train()
+    runs = cast(nn.Module, torch.compile(model, backend="eager", fullgraph=fullgraph))
+    for epoch in range(2):
+        train_epoch(runs, optimizer, DATA, epoch)
+        grower.step(loader(VALIDATION))
+    for parameter in getattr(model, CHILD).parameters():
+        parameter.requires_grad_(False)
+    torch._dynamo.reset()
+    train_epoch(runs, optimizer, DATA, 2)
+    with pytest.raises(BadValueError, match="got no gradient"):
+        grower.step(loader(VALIDATION))
+    norm = model.get_submodule("stage2.1")
+    mean = norm.get_buffer("running_mean").clone()
+    grower.finish(drop=["stage1"])
+    assert not torch.equal(norm.get_buffer("running_mean"), mean)
+
+
+def test_inference_mode() -> None:
+    """The model may run first, and the grower step, where some trainers validate."""
+    model, optimizer, grower = make(policy=plan((1, "stage1", "conv_light")))
+    with torch.inference_mode():
+        model(DATA[0][:2])
+    for epoch in range(2):
+        train_epoch(model, optimizer, DATA, epoch)
+        with torch.inference_mode():
+            record = grower.step(loader(VALIDATION))
+    assert record.contributions
+    train_epoch(model, optimizer, DATA, 2)
+    with torch.inference_mode():
+        grower.finish(loader(VALIDATION), keep=["stage1"])
+    train_epoch(model, optimizer, DATA, 3)
+
+
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"])
 def test_sharded_models(name: str) -> None:
     """Refused by name."""
     sharded = type(name, (nn.Sequential,), {})(nn.Linear(4, 4))
     with pytest.raises(BadValueError, match=name):
         Grower(sharded, sgd(sharded), budget=1000)
+
+
+def test_data_parallel() -> None:
+    """It would train copies of the seeds."""
+    model = nn.DataParallel(BlindCNN())
+    with pytest.raises(BadValueError, match=r"use DistributedDataParallel, or pass model\.module"):
+        Grower(model, sgd(model), budget=1000)
 
 
 def test_sharded_optimizers() -> None:

@@ -30,6 +30,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, epoch: 
             optimizer.step()
 
 
+def check_equal(mine: torch.Tensor) -> None:
+    """Compare with rank 0."""
+    theirs = mine.clone()
+    dist.broadcast(theirs, src=0)
+    assert torch.equal(mine, theirs), float((mine - theirs).abs().max())
+
+
 def main(wrapped_first: bool, accumulate: bool) -> None:
     """Grow on rank 0's decision; all ranks stay equal to the bit."""
     dist.init_process_group("gloo")
@@ -50,20 +57,26 @@ def main(wrapped_first: bool, accumulate: bool) -> None:
         lines.append(str(grower.step(loader((images[part], labels[part])))))
     assert sum("germinated" in line for line in lines) == 2, lines
     assert len(list(getattr(net, CHILD).parameters())) > 0
-    mine = torch.cat([tensor.detach().double().flatten() for tensor in net.state_dict().values()])
-    other = mine.clone()
-    dist.broadcast(other, src=0)
     # Batch statistics are each rank's own; DDP copies those of rank 0 before the next pass.
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    theirs = weights.clone()
-    dist.broadcast(theirs, src=0)
-    assert torch.equal(weights, theirs), float((weights - theirs).abs().max())
-    assert lines == lines
+    momenta = torch.cat([optimizer.state[p]["momentum_buffer"].flatten() for p in net.parameters()])
+    check_equal(weights)
+    check_equal(momenta)
+    told: list[list[str]] = [[], []]
+    dist.all_gather_object(told, lines)
+    assert told[0] == told[1] == lines
+    if not wrapped_first:
+        model = DistributedDataParallel(net)  # as a resumed process does; it must not wait for seeds that die
     spoil(net, float("nan"))
     assert "restored step 4 and pruned bottleneck behind stage2" in str(grower.step(loader((images, labels))))
     rest = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert torch.equal(rest, weights[: len(rest)])  # the seed was the last
+    train(model, optimizer, rank, 4, accumulate)
+    check_equal(torch.cat([p.detach().flatten() for p in net.parameters()]))
     finished = grower.finish(keep=["stage1"])
+    assert not hasattr(net, "_ddp_params_and_buffers_to_ignore")
+    train(model, optimizer, rank, 5, accumulate)
+    check_equal(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert finished is model if wrapped_first else finished is net
     print(f"rank {rank} equal", lines[-1])
     dist.destroy_process_group()

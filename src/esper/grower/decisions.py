@@ -16,7 +16,7 @@ from esper.grower.rules import trial_of
 from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows, to_device
 from esper.grower.sensing import ModelProber
 from esper.kasmina import lifecycle
-from esper.kasmina.compare import Comparison, RowScore, paired_difference
+from esper.kasmina.compare import IGNORED, Comparison, RowScore, paired_difference
 from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, StageChange, derive_seed, head_preset
 from esper.leyline.records import Json
 from esper.simic.agent.policy import LearnedPolicy
@@ -38,6 +38,11 @@ class Scored(NamedTuple):
     """The model (None) and the model without each judged seed; None where the user passed a number"""
     first: Batch
     """The first validation batch"""
+
+    @property
+    def calibrated(self) -> RowScore:
+        """The model as it trains: with the statistics of the last inputs, if a row with them was scored."""
+        return self.main if self.rows is None else self.rows[None]
 
 
 class Look(NamedTuple):
@@ -94,6 +99,8 @@ class Decider:
             self._set_unit(main.loss)
             self.look = Look(Comparison(main, None, {}, {}), self.prober.without_data())
             return self.look
+        if not len(main.losses):
+            raise BadValueError(f"no validation sample counts: all targets are {IGNORED}, which marks padding")
         if broken := int((~main.losses.isfinite()).sum()):
             raise BadValueError(
                 f"the loss is not finite for {broken} of {len(main.losses)} validation samples: lower the learning "

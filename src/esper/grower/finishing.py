@@ -4,7 +4,7 @@ Every seed that stays becomes a block of generated torch-only classes, a child o
 block takes over the seed's own Parameter objects, so the optimizer and its state still fit. Hooks are removed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -56,7 +56,10 @@ def choose_seeds(
 
 
 def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequence[str]) -> str:
-    """Turn the kept seeds into plain blocks and remove everything else of Esper. Returns the source of the blocks."""
+    """Turn the kept seeds into plain blocks and remove everything else of Esper. Returns the source of the blocks.
+
+    If the model would then compute something else, it stays as it is.
+    """
     host = slots.host
     runner = RowRunner(host, slots, tap)
     silent = dict.fromkeys(drop, Role.SILENT)
@@ -69,27 +72,56 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     growths = [_growth(slot_id, slots) for slot_id in keep]
     text = blocks_source(host, growths)
     module = execute(text, BLOCKS)
-    with torch.no_grad():
-        for (norm, name), value in statistics.items():
-            getattr(norm, name).copy_(value)
-        with runner.row(silent, {}):
-            before = _outputs(host, tap)
+    buffers = {getattr(norm, name): value for (norm, name), value in statistics.items()}
+    undo = [(buffer, buffer.clone()) for buffer in buffers]
+    _write(buffers.items())
+    with runner.row(silent, {}):
+        before = _outputs(host, tap)
+    bases = [host.get_submodule(slot_id) for slot_id in keep]
+    kinds = [(base, type(base), set(base._modules)) for base in bases]
+    _place(host, module, growths)
+    with runner.row(dict.fromkeys((*keep, *drop), Role.SILENT), {}):
+        difference = _largest_difference(_outputs(host, tap), before)
+    if difference:
+        for base, kind, children in kinds:
+            base.__class__ = kind
+            for name in set(base._modules) - children:
+                del base._modules[name]
+        _write(undo)
+        raise FinishError(
+            f"the finished model differs from the grown one by {difference:.2g}: one of the submodules "
+            f"{', '.join(keep)} runs its children in its own way; put the slot behind another one, or drop= its seed"
+        )
     averages = averaged_twins(slots)
     slots.remove()
+    for twin in averages:
+        _finish_average(twin, module, keep)
+    return text
+
+
+@torch.no_grad()
+def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for target, value in values:
+        target.copy_(value)
+
+
+def _place(host: nn.Module, module: ModuleType, growths: Sequence[Growth]) -> None:
+    """Put blocks with the seeds' own weights behind their submodules."""
     with torch.random.fork_rng(devices=[]):  # the live parameters replace the drawn ones
         blocks = module.put_blocks(host)
     for growth in growths:
+        blocks[growth.slot_id].train(host.training)
         _take_over(blocks[growth.slot_id], growth)
-    for twin in averages:
-        _finish_average(twin, module, keep)
-    for mine, theirs in zip(_outputs(host, tap), before, strict=True):
+
+
+def _largest_difference(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
+    """The largest difference of outputs if one exceeds its tolerance, else 0."""
+    largest = 0.0
+    for mine, theirs in zip(after, before, strict=True):
         limit = TOLERANCE.get(mine.device.type, TOLERANCE_ELSEWHERE) * theirs.abs().nan_to_num().max()
         if bool(((mine - theirs).abs() > limit).any()):
-            raise FinishError(
-                f"the finished model differs from the grown one by {float((mine - theirs).abs().max()):.2g}: one of "
-                f"the submodules {', '.join(keep)} runs its children in its own way; put the slot behind another one"
-            )
-    return text
+            largest = max(largest, float((mine - theirs).abs().max()))
+    return largest
 
 
 def write_finished(host: nn.Module, source: str, folder: Path) -> None:
@@ -108,10 +140,7 @@ def _finish_average(twin: ModelSlots, module: ModuleType, keep: Sequence[str]) -
     """End growth in an averaged copy too, so that it still pairs with the model. Its norms stay as they are."""
     growths = [_growth(slot_id, twin) for slot_id in keep]
     twin.remove()
-    with torch.random.fork_rng(devices=[]):
-        blocks = module.put_blocks(twin.host)
-    for growth in growths:
-        _take_over(blocks[growth.slot_id], growth)
+    _place(twin.host, module, growths)
 
 
 def _growth(slot_id: str, slots: ModelSlots) -> Growth:

@@ -121,7 +121,8 @@ class Grower:
         if self._decider is not None:  # a state dict was loaded before
             return
         try:
-            self._choose_slots(args, kwargs)
+            with torch.inference_mode(False):  # a trainer may validate first; seeds are to be trained
+                self._choose_slots(args, kwargs)
         except EsperError:
             self._clear()
             raise
@@ -221,13 +222,14 @@ class Grower:
         that, but contributions cannot be measured.
         """
         decider = self._ready()
+        self._tap.collect()
         if isinstance(validation, Real) or (isinstance(validation, Tensor) and validation.dim() == 0):
             validation = float(validation)
         log = self._log if ranks.rank() == 0 else None
         if log is not None and not log.is_open:  # resumed, and not trained since
             log.resume(self._settings(), decider.step)
         begun, before = time.perf_counter(), self._blueprints()
-        with fork_rng(self._host):
+        with torch.inference_mode(False), fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
             record = self._on_all_ranks(decider, lambda: self._decide(decider, validation))
@@ -245,12 +247,12 @@ class Grower:
     def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
         scored = decider.score(validation)
         is_loss = scored.rows is not None or self._scorer.loss is not None
-        symptom = decider.guard.symptom(scored.main, is_loss=is_loss)
+        symptom = decider.guard.symptom(scored.main, scored.calibrated.loss, is_loss=is_loss)
         if symptom is not None:
             return self._undo(decider, scored.main, symptom)
         growing = decider.growing
         look = decider.measure(scored)
-        decider.guard.observe(scored.main.loss)
+        decider.guard.observe(scored.calibrated.loss)
         decider.step += 1
         ticks = [change for _, change in growing.tick()]
         actions, changes = decider.decide()
@@ -363,7 +365,8 @@ class Grower:
         if decider is None:
             self._clear()
             return self.model
-        with fork_rng(self._host):
+        self._tap.collect()
+        with torch.inference_mode(False), fork_rng(self._host):
             if validation is not None:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))
@@ -387,4 +390,6 @@ class Grower:
         if self._log is not None:
             self._log.close()
         self._membership.adopt()
+        if self._decider is not None:
+            self._decider.growing.release()
         self._finished = True

@@ -6,10 +6,11 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from esper.grower import ranks
 from esper.grower.averages import Averages
-from esper.grower.container import ModelSlots
+from esper.grower.container import CHILD, ModelSlots
 from esper.grower.membership import Membership
 from esper.kasmina.compare import RowScore
 from esper.kasmina.layers import Linear, Scale, SelfAttention
@@ -38,6 +39,7 @@ class GrowingModel:
         self.losses = torch.full((1,), torch.nan)  # the training loss is not seen from here
         self.arrivals: dict[str, int] = {}
         """Gradients that reached each seed since the last step"""
+        self._counters: list[RemovableHandle] = []
         self._averages = Averages(modules)
         lives = self.lifecycles = Lifecycles(self)
         self.states = lives.states
@@ -93,10 +95,15 @@ class GrowingModel:
                 slot.seed._watched = True  # type: ignore[assignment]  # a mark of ours
                 self.arrivals[slot_id] = 0
                 ranks.average_gradients(slot)
-                next(slot.parameters()).register_post_accumulate_grad_hook(self._counter(slot_id))
+                counter = GradientCounter(self.arrivals, slot_id)
+                self._counters.append(next(slot.parameters()).register_post_accumulate_grad_hook(counter))
+        ranks.leave_out(self.host, (name for name, _ in self.modules.named_parameters(prefix=CHILD)))
 
-    def _counter(self, slot_id: str) -> "GradientCounter":
-        return GradientCounter(self.arrivals, slot_id)
+    def release(self) -> None:
+        """Stop counting gradients, at the end of growth."""
+        for counter in self._counters:
+            counter.remove()
+        ranks.leave_out(self.host, ())
 
     # -- what is in it ------------------------------------------------------------------------------------------------
 
@@ -106,6 +113,7 @@ class GrowingModel:
 
     def check_learning(self, passes: int) -> None:
         """Raise if a seed that acted during `passes` training passes got no gradient, or was never updated."""
+        by_another = self.membership.updated_by_another()
         for slot_id, state in self.live().items():
             arrived, self.arrivals[slot_id] = self.arrivals[slot_id], 0
             if passes == 0:
@@ -119,7 +127,7 @@ class GrowingModel:
             seed = self.modules[slot_id].seed
             assert seed is not None
             silent = born_zero(seed)
-            if silent and not any(bool(parameter.any()) for parameter in silent):
+            if by_another and silent and not any(bool(parameter.any()) for parameter in silent):
                 raise BadValueError(
                     f"{label} got gradients but was never updated: pass the Grower the optimizer that your loop steps"
                 )

@@ -49,8 +49,12 @@ class Guard:
 
     # -- judging ------------------------------------------------------------------------------------------------------
 
-    def symptom(self, main: RowScore, *, is_loss: bool) -> Symptom | None:
-        """What is wrong with the model, if growth can be undone. `is_loss` is False for an accuracy from the user."""
+    def symptom(self, main: RowScore, loss: float, *, is_loss: bool) -> Symptom | None:
+        """What is wrong with the model, if growth can be undone. `is_loss` is False for an accuracy from the user.
+
+        `loss` is that of calibrated norms. A young seed changes quickly, and running statistics follow late. With those
+        the loss may be far above all others for some steps, while the model trains well.
+        """
         if self.snapshot is None:
             return None
         if not bool(main.losses.isfinite().all()):
@@ -58,7 +62,7 @@ class Guard:
         deviation = math.sqrt(max(0.0, self.square - self.mean**2))
         limit = max(self.mean + LIMITS.sigmas * deviation, LIMITS.multiple * self.mean)
         # The share of errors may well triple near zero, which is no divergence.
-        return Symptom.DIVERGENCE if is_loss and self.count and main.loss > limit else None
+        return Symptom.DIVERGENCE if is_loss and self.count and loss > limit else None
 
     def observe(self, loss: float) -> None:
         """Count the loss of a healthy step as normal."""

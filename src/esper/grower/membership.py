@@ -46,7 +46,11 @@ class Membership:
         """The user's own parameters by group; seeds stand behind them, in the order of their slots"""
         self._own_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
         """Their names, if the optimizer was built from `named_parameters()`"""
-        self._hook = optimizer.register_load_state_dict_pre_hook(_check_state)
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(_check_state),
+            optimizer.register_step_post_hook(self._count_step),
+        ]
+        self._steps, self._versions = 0, self._own_versions()
 
     def groups_for(self, host: nn.Module, slot_id: str) -> tuple[int, int]:
         """The groups of a slot's weights, and of its norms and biases."""
@@ -88,15 +92,25 @@ class Membership:
         state = self.optimizer.state
         return any(state[p].get("momentum_buffer") is not None for p in parameters if p in state)
 
-    def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer updates a parameter."""
-        return any(parameter is member for group in self.optimizer.param_groups for member in group["params"])
+    def updated_by_another(self) -> bool:
+        """Whether the user's parameters have changed since the last call although this optimizer has not stepped."""
+        steps, versions = self._steps, self._versions
+        self._steps, self._versions = 0, self._own_versions()
+        return steps == 0 and versions != self._versions
+
+    def _own_versions(self) -> list[int]:
+        """How often each parameter of the user's own was changed in place."""
+        return [parameter._version for own in self._own for parameter in own]
+
+    def _count_step(self, *_: object) -> None:
+        self._steps += 1
 
     def adopt(self) -> None:
         """Count all parameters as the user's own, at the end of growth."""
         self._own = [list(group["params"]) for group in self.optimizer.param_groups]
         self._own_names = [list(group.get("param_names", ())) for group in self.optimizer.param_groups]
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _check_optimizer(optimizer: object, host: nn.Module) -> None:

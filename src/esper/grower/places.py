@@ -26,6 +26,9 @@ class Places:
 
     def __init__(self, host: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> None:
         self.host = host
+        sizes = {len(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()}
+        self.batch = sizes.pop() if len(sizes) == 1 else None
+        """Samples in the pass, if the inputs agree"""
         self.names = {module: name for name, module in host.named_modules() if name}
         calls = trace(host, args, kwargs)
         self.calls: dict[str, ModuleCall] = {}
@@ -34,6 +37,8 @@ class Places:
         for call in calls:
             if call.module in self.names and runs.count(call.module) == 1:
                 self.calls[self.names[call.module]] = call
+        self.tokens_first = {_leading_axes(call) for call in calls if _is_tokens_first(call.module)}
+        """(tokens, batch) that pass modules with `batch_first=False`"""
         self.refusals: dict[str, str] = {}
         """Why a submodule cannot have a slot"""
         self.runs = {name: runs.count(module) for module, name in self.names.items()}
@@ -97,7 +102,8 @@ class Places:
         for name, call in self.calls.items():
             if not _is_layer(call.module) or not self._before_head(name):
                 continue
-            if last is not None and (isinstance(call.module, MIXING) or _shape(call) != _shape(self.calls[last])):
+            shape = _shape(call.output)
+            if last is not None and (isinstance(call.module, MIXING) or shape != _shape(self.calls[last].output)):
                 chosen.append(last)
                 last = None
             if isinstance(call.module, MIXING) or last is not None:
@@ -121,14 +127,20 @@ class Places:
 
     def _refuse_layout(self, name: str) -> None:
         """Refuse three axes that are not (batch, tokens, channels)."""
-        output = self.calls[name].output
-        if not isinstance(output, Tensor) or output.dim() != 3:
+        shape = _shape(self.calls[name].output)
+        if shape is None or len(shape) != 3:
             return
         around = [module for other, module in self.host.named_modules() if _related(other, name)]
-        if any(getattr(module, "batch_first", True) is False for module in around):
+        if any(map(_is_tokens_first, around)) or shape[:2] in self.tokens_first:
             raise HostMismatchError(
                 f"submodule {name!r} returns (tokens, batch, channels), because batch_first is False there; seeds "
                 "expect (batch, tokens, channels): build it with batch_first=True, or put the slot elsewhere"
+            )
+        if shape[1] == self.batch != shape[0]:
+            raise HostMismatchError(
+                f"submodule {name!r} returns {shape}, with the {self.batch} samples of the input on the "
+                "second axis; seeds expect (batch, tokens, channels): put the slot elsewhere. If the second axis holds "
+                "tokens, let the first batch have another size"
             )
         inside = [call.module for other, call in self.calls.items() if other == name or other.startswith(f"{name}.")]
         layers = [module for module in inside if _is_layer(module) and _has_parameters(module)]
@@ -157,6 +169,16 @@ def _related(module: str, slot: str) -> bool:
     return slot.startswith(f"{parent}.") if parent else "." not in slot
 
 
+def _is_tokens_first(module: nn.Module) -> bool:
+    return getattr(module, "batch_first", True) is False
+
+
+def _leading_axes(call: ModuleCall) -> tuple[int, ...] | None:
+    """The first two axes of what a module returns; attention and recurrent layers return it first in a tuple."""
+    shape = _shape(call.output[0] if isinstance(call.output, tuple) else call.output)
+    return shape[:2] if shape is not None and len(shape) == 3 else None
+
+
 def _is_layer(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
@@ -165,19 +187,26 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _shape(call: ModuleCall) -> object:
-    return tuple(call.output.shape) if isinstance(call.output, Tensor) else None
+def _shape(output: object) -> tuple[int, ...] | None:
+    """The axes of one dense tensor; nested tensors have none."""
+    return tuple(output.shape) if isinstance(output, Tensor) and not output.is_nested else None
 
 
 def named_widths(host: nn.Module, slots: Mapping[str, int] | Sequence[str]) -> Mapping[str, int | None]:
     """The slots that the user named, checked; None is a width that was not given."""
     if isinstance(slots, Mapping):
         check_slots(host, slots)
-        return dict(slots)
-    names = list(slots) if isinstance(slots, list | tuple) else []
-    if not names:
-        raise BadValueError(f'slots {slots!r} are no names of submodules: pass a list of them, such as ["layer2"]')
-    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
-        raise BadValueError(f"slots {', '.join(twice)} are named twice: a submodule has one slot")
-    check_slots(host, dict.fromkeys(names, 1))
-    return dict.fromkeys(names)
+        wanted: dict[str, int | None] = dict(slots)
+    else:
+        names = list(slots) if isinstance(slots, list | tuple) else []
+        if not names:
+            raise BadValueError(f'slots {slots!r} are no names of submodules: pass a list of them, such as ["layer2"]')
+        if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+            raise BadValueError(f"slots {', '.join(twice)} are named twice: a submodule has one slot")
+        check_slots(host, dict.fromkeys(names, 1))
+        wanted = dict.fromkeys(names)
+    first_names = {module: name for name, module in host.named_modules()}
+    for name in wanted:
+        if (first := first_names[host.get_submodule(name)]) != name:
+            raise BadValueError(f"submodule {name!r} is {first!r} under a second name: use {first!r}")
+    return wanted

@@ -4,20 +4,30 @@ DDP reduces the gradients of the parameters that it saw when it was built. Seeds
 its own gradient as soon as it is complete. Accumulation is no problem: the mean of what is already a mean stays.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from esper.grower.container import CHILD
 from esper.leyline import BadValueError
 
 SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "ShardedDataParallel")
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a model with the names that DDP leaves out when it is built"""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module; refuses wrappers that shard parameters and modules that are compiled already."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
+    if isinstance(model, nn.DataParallel):
+        raise BadValueError(
+            "DataParallel copies the model for every batch, seeds included: use DistributedDataParallel, or pass "
+            "model.module and train it on one device"
+        )
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if sharded := sorted(kinds & {*SHARDED, "FSDPModule"}):
@@ -60,6 +70,15 @@ def average_gradients(seed: nn.Module) -> None:
     if world() > 1:
         for parameter in seed.parameters():
             parameter.register_post_accumulate_grad_hook(_average)
+
+
+def leave_out(host: nn.Module, seeds: Iterable[str]) -> None:
+    """Let a DDP that is built from now on leave out seeds, by parameter: it would wait for those that die."""
+    others = [name for name in getattr(host, IGNORED, ()) if not name.startswith(f"{CHILD}.")]
+    if names := [*others, *seeds] if world() > 1 else others:
+        setattr(host, IGNORED, names)
+    elif hasattr(host, IGNORED):
+        delattr(host, IGNORED)
 
 
 def equalise(seed: nn.Module) -> None:

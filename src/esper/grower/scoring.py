@@ -127,6 +127,7 @@ class InputTap:
         self.on_training: Callable[[], None] | None = None
         """Called once, before the next training pass"""
         self.active = True
+        self._compiled: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.active:
@@ -138,11 +139,24 @@ class InputTap:
                 self.on_first = None
             finally:
                 self.active = True
-        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
+            # A compiled graph repeats an assignment. All that is read here would be a guard, and compiled again.
+            self._compiled = args, kwargs
             return
         if self.on_training is not None:
             begin, self.on_training = self.on_training, None
             begin()
+        self._keep(args, kwargs)
+
+    def collect(self) -> None:
+        """Keep the last batch of a compiled model too. Others of its batches are not seen."""
+        if self._compiled is not None:
+            (args, kwargs), self._compiled = self._compiled, None
+            self._keep(args, kwargs)
+
+    def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
         if self.passes == 0:
             self.kept.clear()

@@ -168,6 +168,11 @@ def stream_behind(host: nn.Module, name: str, call: ModuleCall, width: int | Non
         raise HostMismatchError(f"submodule {name!r} returns {type(h).__name__}; a slot needs one tensor")
     if not h.is_floating_point():
         raise HostMismatchError(f"submodule {name!r} returns {h.dtype}; a slot needs a floating-point stream")
+    if h.is_nested:
+        raise HostMismatchError(
+            f"submodule {name!r} returns a nested tensor in eval mode; a slot needs a dense one: build "
+            "nn.TransformerEncoder with enable_nested_tensor=False, or put the slot elsewhere"
+        )
     topology = TOPOLOGY_OF_AXES.get(h.dim())
     if topology is None:
         needed = "a slot needs an image (B, C, H, W), tokens (B, T, C) or a vector (B, C)"
