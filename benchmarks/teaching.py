@@ -37,8 +37,11 @@ EVERY = 5  # rounds between two checkpoints that are kept for the learning curve
 def run_config(arguments: argparse.Namespace, seed: int) -> TrainConfig:
     """The settings of one training seed."""
     config = taught_config(arguments.teach)
-    ppo = replace(config.ppo, **{name: float(value) for name, value in (item.split("=") for item in arguments.ppo)})
+    ppo = replace(
+        config.ppo, **{name: json.loads(value) for name, value in (item.split("=") for item in arguments.ppo)}
+    )
     names = {"task": arguments.task, "rounds": arguments.rounds, "hosts": arguments.hosts, "seed": seed}
+    names |= {} if arguments.members is None else {"members": arguments.members}
     return replace(config, **names, device=arguments.device, ppo=ppo)
 
 
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("--teach", type=int, default=300, help="episodes of each search")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of PPO after the imitation")
     parser.add_argument("--hosts", type=int, default=32, help="hosts per round, controls included")
+    parser.add_argument("--members", type=int, help="hosts per group, without its control")
     parser.add_argument("--ppo", nargs="*", default=[], metavar="NAME=VALUE", help="settings of PPO, e.g. rate=0.003")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--stage", nargs="*", choices=STAGES, default=STAGES)

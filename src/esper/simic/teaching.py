@@ -1,8 +1,9 @@
 """Teaching a controller before its first round: search fixed plans, then imitate the best ones of each host.
 
 Every plan of the search runs on every host of its stage, so that the table tells which plan suits which host. A plan p
-on host h is imitated with weight exp(objective / β), normalised over the plans of that host; waiting is one of the
-plans. The policy sees what its inputs show of the host, so it learns which plan to prefer where. Hosts disagree by
+on host h is imitated with weight exp(objective / β), normalised over the plans of that host. Waiting is one of the
+plans; it counts as much as all others together, and they have to be better by β, so that hosts that need nothing are
+left alone. The policy sees what its inputs show of the host, so it learns which plan to prefer where. Hosts disagree by
 chance, too. So the heads are sharpened afterwards: what most similar hosts prefer is then nearly always chosen. β and
 the sharpness are those with the highest expected objective on hosts that the policy did not learn from.
 """
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, head_preset
+from esper.leyline import BadValueError, LifecycleOp, head_preset
 from esper.leyline.progress import Advance, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.agent import PPOAgent
@@ -108,6 +109,17 @@ class Lessons(NamedTuple):
     objectives: Tensor  # (episodes,)
     hosts: Tensor  # (episodes,) long: number of the host, over all tasks
 
+    def part(self, episodes: Tensor) -> "Lessons":
+        """Some episodes, by number."""
+        return Lessons(self.data.part(episodes), self.objectives[episodes], self.hosts[episodes])
+
+    def weighted(self, beta: float) -> Transitions:
+        """The transitions with the weights of their plans."""
+        grows = (self.data.actions[..., 0] == LifecycleOp.GERMINATE).any(1)
+        return self.data._replace(
+            weights=plan_weights(self.objectives, self.hosts, grows, beta)[:, None].expand_as(self.data.weights)
+        )
+
 
 def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:
     """The recorded episodes of all tasks in the columns of the agent."""
@@ -120,28 +132,37 @@ def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:
     return Lessons(join(parts), torch.cat(objectives), torch.cat(hosts))
 
 
-def plan_weights(objectives: Tensor, hosts: Tensor, beta: float) -> Tensor:
-    """(episodes,): exp(objective / β), normalised over the episodes of each host."""
-    best = torch.full((int(hosts.max()) + 1,), -torch.inf).scatter_reduce(0, hosts, objectives, "amax")
-    raw = ((objectives - best[hosts]) / beta).exp()
-    return raw / torch.zeros_like(best).index_add(0, hosts, raw)[hosts]
+def plan_weights(objectives: Tensor, hosts: Tensor, grows: Tensor, beta: float) -> Tensor:
+    """(episodes,): exp(objective / β), normalised over the episodes of each host. `grows` is False for waiting.
+
+    Waiting counts as much as all plans of equal worth together, and those must be better by β.
+    """
+    plans = torch.zeros(int(hosts.max()) + 1).index_add(0, hosts, grows.float())[hosts]
+    waiting = 1 + plans.clamp(min=1).log()
+    return _shares(objectives / beta + waiting.where(~grows, 0.0), hosts)
+
+
+def _shares(values: Tensor, hosts: Tensor) -> Tensor:
+    """(episodes,): exp(value), normalised over the episodes of each host."""
+    highest = torch.full((int(hosts.max()) + 1,), -torch.inf).scatter_reduce(0, hosts, values, "amax")
+    raw = (values - highest[hosts]).exp()
+    return raw / torch.zeros_like(highest).index_add(0, hosts, raw)[hosts]
 
 
 @torch.no_grad()
-def expected_objectives(agent: PPOAgent, lessons: Lessons, episodes: Tensor) -> Tensor:
-    """(hosts of these episodes,): the objective expected of the agent if it follows one of the plans tried there.
+def expected_objectives(agent: PPOAgent, lessons: Lessons) -> Tensor:
+    """(hosts,): the objective expected of the agent if it follows one of the plans that were tried on a host.
 
     A plan's probability is that of its actions, step by step, on its own episode.
     """
-    data = lessons.data.part(episodes)
+    data = lessons.data
     steps = data.packed(data.sequences(), range(data.n_episodes))
     decision = evaluate_steps(agent, steps)
     log_probs = torch.zeros(data.actions.shape[:2]).flatten()
     log_probs[steps.cells] = decision.log_probs.where(decision.decided, 0.0).sum(-1)
     likelihood = log_probs.view(data.actions.shape[:2]).sum(1)
-    objectives, hosts = lessons.objectives[episodes], lessons.hosts[episodes].unique(return_inverse=True)[1]
-    shares = plan_weights(likelihood, hosts, 1.0)  # the likelihoods, normalised per host
-    return torch.zeros(int(hosts.max()) + 1).index_add(0, hosts, shares * objectives)
+    hosts = lessons.hosts.unique(return_inverse=True)[1]
+    return torch.zeros(int(hosts.max()) + 1).index_add(0, hosts, _shares(likelihood, hosts) * lessons.objectives)
 
 
 @dataclass(frozen=True)
@@ -160,13 +181,13 @@ def choose(config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int
     folds = fold_of[torch.searchsorted(hosts, lessons.hosts)]
     found: dict[tuple[float, float], list[Tensor]] = {pair: [] for pair in product(config.betas, config.sharpness)}
     for beta, fold in product(config.betas, range(config.folds)):
-        seen, unseen = (chosen.nonzero().squeeze(1) for chosen in (folds != fold, folds == fold))
-        student = _imitate(config.imitation, agent, lessons, seen, beta, rng_seed, advance)
+        seen, unseen = (lessons.part(chosen.nonzero().squeeze(1)) for chosen in (folds != fold, folds == fold))
+        student = _imitate(config.imitation, agent, seen, beta, rng_seed, advance)
         before = 1.0
         for sharpness in sorted(config.sharpness):
             student.network.sharpen(sharpness / before)
             before = sharpness
-            found[beta, sharpness].append(expected_objectives(student, lessons, unseen))
+            found[beta, sharpness].append(expected_objectives(student, unseen))
     choices = [Choice(*pair, float(torch.cat(values).mean())) for pair, values in found.items()]
     return sorted(choices, key=lambda choice: -choice.objective)
 
@@ -175,16 +196,13 @@ def _imitate(
     config: ImitationConfig,
     like: PPOAgent,
     lessons: Lessons,
-    episodes: Tensor,
     beta: float,
     rng_seed: int,
     advance: Advance,
 ) -> PPOAgent:
-    """An agent like another, taught by some of the episodes."""
+    """An agent like another that learned these lessons."""
     student = PPOAgent(like.table, like.layout, like.config, tasks=len(like.returns.statistics.mean), rng_seed=rng_seed)
-    data = lessons.data.part(episodes)
-    weights = plan_weights(lessons.objectives[episodes], lessons.hosts[episodes], beta)
-    data = data._replace(weights=data.weights * weights[:, None])
+    data = lessons.weighted(beta)
     set_statistics(student, data)
     fit_actor(student, data, config, torch.Generator().manual_seed(rng_seed), advance)
     return student
@@ -203,19 +221,17 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
     total = epochs * (len(settings.betas) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
         choices = choose(settings, agent, lessons, config.seed, advance)
-        best, everyone = choices[0], torch.arange(len(lessons.hosts))
-        student = _imitate(settings.imitation, agent, lessons, everyone, best.beta, config.seed, advance)
+        best = choices[0]
+        student = _imitate(settings.imitation, agent, lessons, best.beta, config.seed, advance)
     student.network.sharpen(best.sharpness)
     agent.network.load_state_dict(student.network.state_dict())
     agent.observations.statistics.load_state_dict(student.observations.statistics.state_dict())
     agent.observations.freeze()
-    weights = plan_weights(lessons.objectives, lessons.hosts, best.beta)
-    data = lessons.data._replace(weights=lessons.data.weights * weights[:, None])
     report: dict[str, Json] = {
         "episodes": len(lessons.hosts),
         "hosts": len(lessons.hosts.unique()),
         "choices": encode(choices),
-        "accuracy": encode(accuracy(agent, data)),
+        "accuracy": encode(accuracy(agent, lessons.weighted(best.beta))),
     }
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
 

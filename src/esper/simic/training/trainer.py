@@ -14,7 +14,7 @@ import torch
 
 from esper.leyline import derive_seed, head_preset
 from esper.nissa import SinkSettings
-from esper.simic.agent import PPOAgent, PPOConfig
+from esper.simic.agent import PPOAgent, PPOConfig, load_agent
 from esper.simic.offline.shards import check_unused
 from esper.simic.telemetry import Spans, check_trace
 from esper.simic.training.collect import RoundCollector, RoundRecord
@@ -72,17 +72,22 @@ class Trainer:
             check_trace(profile / "trace.json.gz", config.device)
         self.config = config
         self.runners = [make_runner(config, name) for name in config.tasks]
-        table, layout = common_view(self.runners, config)
+        newest = checkpoints_of(folder).newest() if resume else None
+        # A run that has begun must not read `config.start` again: it may have changed.
+        source = (
+            None if config.start is None else open_policy(config.start)[0] if newest is None else load_agent(newest)[0]
+        )
+        table, layout = common_view(self.runners, config, source)
         agent = PPOAgent(
             table,
             layout,
-            agent_config(config, self.runners),
+            agent_config(config, self.runners, source),
             total_updates=max(1, config.rounds),
             tasks=len(self.runners),
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
             device=config.device,
         )
-        if config.start is not None and (not resume or checkpoints_of(folder).newest() is None):
+        if config.start is not None and newest is None:
             begin_with(agent, config.start)
         # Last, so that a run that cannot start leaves nothing behind.
         if resume:
@@ -91,9 +96,9 @@ class Trainer:
             self.folder, restored = RunFolder.create(folder, config, keep_checkpoints), Restored(agent)
         self.agent, self.round = restored.agent, restored.rounds
         self.recorder = Recorder(self.folder, restored, sinks, profile)
-        if config.start is not None and not resume:  # a resume must not read `config.start` again: it may have changed
+        if config.start is not None and not resume:
             self.recorder.save(self.agent, 0)
-        self._begin = begin if not resume or checkpoints_of(folder).newest() is None else None
+        self._begin = begin if newest is None else None
         self.records: RoundRecords | None = None
         if record is not None:
             self.records = RoundRecords(record, self.runners, read_checksum(folder), self.round)
@@ -145,26 +150,26 @@ class Trainer:
         return records
 
 
-def common_view(runners: Sequence[EpisodeRunner], config: TrainConfig) -> tuple[ActionTable, ObservationLayout]:
+def common_view(
+    runners: Sequence[EpisodeRunner], config: TrainConfig, start: PPOAgent | None
+) -> tuple[ActionTable, ObservationLayout]:
     """Heads and columns of one policy for the hosts of all tasks: their most slots, and all their blueprints.
 
     A run that starts from another policy knows the blueprints of that one.
     """
-    if config.start is None:
-        names = tuple(dict.fromkeys(name for runner in runners for name in runner.slots.blueprint_names))
-    else:
-        names = open_policy(config.start)[0].layout.vocabulary
+    own = tuple(dict.fromkeys(name for runner in runners for name in runner.slots.blueprint_names))
+    names = own if start is None else start.layout.vocabulary
     widest = max((runner.slots for runner in runners), key=len)
     layout = growth_layout(widest, sensing=config.sensing, vocabulary=names)
     return growth_table(head_preset(config.preset), widest, names), layout
 
 
-def agent_config(config: TrainConfig, runners: Sequence[EpisodeRunner]) -> PPOConfig:
+def agent_config(config: TrainConfig, runners: Sequence[EpisodeRunner], start: PPOAgent | None) -> PPOConfig:
     """PPO's settings for these hosts. A run that starts from another policy has its network, unless one is set."""
     own = config.agent_config(*(runner.fleet.task for runner in runners))
-    if config.start is None or config.ppo.network != NetworkConfig():
+    if start is None or config.ppo.network != NetworkConfig():
         return own
-    return replace(own, network=open_policy(config.start)[0].config.network)
+    return replace(own, network=start.config.network)
 
 
 def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
