@@ -37,6 +37,7 @@ from esper.tolaria import Task, get_task
 FOLDER, RECORDS, REPORT = "teaching", "records", "report.json"  # in the folder of a run
 FIRST_SHARE, LONGER_SHARE = 0.5, 0.25  # shares of the episodes for one-seed plans and for longer ones
 LEAST_HOSTS = 4  # hosts on which all one-seed plans are compared
+CLOSE = 0.02  # share of the best expected objective by which a setting may be worse and still be chosen
 MOST_COVER = 6  # plans that meet further hosts, waiting included
 
 Evaluate = Callable[[Sequence[Plan], range], Tensor]  # objectives (plans, hosts) of plans on hosts, by number
@@ -175,7 +176,10 @@ class Choice:
 
 
 def choose(config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int, advance: Advance) -> list[Choice]:
-    """All settings by cross-validation over hosts, best first."""
+    """All settings by cross-validation over hosts, best first.
+
+    Among those that are nearly as good as the best, the least sharp comes first: PPO needs something to choose from.
+    """
     hosts = lessons.hosts.unique()
     fold_of = torch.randperm(len(hosts), generator=torch.Generator().manual_seed(rng_seed)) % config.folds
     folds = fold_of[torch.searchsorted(hosts, lessons.hosts)]
@@ -189,7 +193,9 @@ def choose(config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int
             before = sharpness
             found[beta, sharpness].append(expected_objectives(student, unseen))
     choices = [Choice(*pair, float(torch.cat(values).mean())) for pair, values in found.items()]
-    return sorted(choices, key=lambda choice: -choice.objective)
+    good = max(choice.objective for choice in choices)
+    good -= CLOSE * abs(good)
+    return sorted(choices, key=lambda choice: (choice.objective < good, choice.sharpness, -choice.objective))
 
 
 def _imitate(

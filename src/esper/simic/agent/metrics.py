@@ -104,7 +104,7 @@ def summarise(
         entropy, kl, clipped = (
             float(mean[key][index]) if learnable else None for key in ("entropies", "head_kl", "clipped")
         )
-        norm, share = float(mean["head_norms"][index]), float(counts[index] / buffer.steps)
+        norm, share = float(mean["head_norms"][index]), float(counts[index] / buffer.steps) * (not agent.critic_alone)
         heads[name] = HeadMetrics(entropy, kl, clipped, norm, share, bool(uncentred[index]))
     return PPOUpdateMetrics(
         policy_loss=float(mean["policy_loss"]),
