@@ -1,6 +1,7 @@
 """Teaching: which plans are searched, how they are weighted, and what a policy makes of them."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ class HostsOfTwoKinds:
     def __init__(self) -> None:
         self.episodes, self.pairs = 0, set[tuple[Plan, int]]()
 
-    def __call__(self, plans: list[Plan], hosts: range) -> Tensor:
+    def __call__(self, plans: Sequence[Plan], hosts: range) -> Tensor:
         self.episodes += len(plans) * len(hosts)
         pairs = [(plan, host) for plan in plans for host in hosts]
         assert not self.pairs & set(pairs), "no plan meets a host twice"
