@@ -34,14 +34,14 @@ def test_every_pair_once(workers: int, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(arena, "AT_ONCE", 8)
     plans, hosts = some_plans(3), [4, 5, 9, 11, 12]
     trials = replace(Trials(NAME, "schedule", "core", 1), record=tmp_path)
-    objectives = trials(run_here, workers, ignore, plans, hosts)
+    objectives = trials(run_here, workers, ignore, [plans] * 5, hosts)
     records = Records.open(tmp_path)
     assert len(records) == 15
     assert {json.loads(name)["seeds"][0]["slot"] for name in records.policies} == {plan.seeds[0].slot for plan in plans}
     table = plan_table(records)
     assert sorted(table.host_seeds) == sorted(host_seed("tuning", 1, host) for host in hosts)
     assert len(table.plans) == 3
-    for plan, row in zip(plans, objectives, strict=True):
+    for plan, row in zip(plans, zip(*objectives, strict=True), strict=True):
         found = table.objectives[table.plans.index(plan)]
         for host, value in zip(hosts, row, strict=True):
             column = table.host_seeds.index(host_seed("tuning", 1, host))
@@ -100,7 +100,7 @@ def test_what_is_no_plan(tmp_path: Path) -> None:
     """A search of thresholds is recorded too, but it has no plans."""
     tiny_task()
     trials = replace(Trials(NAME, "heuristic", "core", 1), record=tmp_path)
-    trials(run_here, 1, ignore, [HeuristicConfig()], [0])
+    trials(run_here, 1, ignore, [[HeuristicConfig()]], [0])
     records = Records.open(tmp_path)
     assert json.loads(records.policies[0]) == encode(HeuristicConfig())
     with pytest.raises(BadValueError, match=r"policy '\{.*patience.*is no plan .*open records of `esper tune`"):
