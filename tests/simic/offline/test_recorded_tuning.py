@@ -49,6 +49,23 @@ def test_every_pair_once(workers: int, tmp_path: Path, monkeypatch: pytest.Monke
     assert len({round(value, 3) for row in objectives for value in row}) > 3
 
 
+def test_hosts_with_plans_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other plans on every host, in shares of four workers: each plan does there what it does among all of them."""
+    monkeypatch.setattr(arena, "AT_ONCE", 8)
+    plans, hosts = some_plans(3), [4, 5, 9]
+    whole = Trials(NAME, "schedule", "core", 1)(run_here, 1, ignore, [plans] * 3, hosts)
+    places = [(0, 1), (1, 2), (2, 0)]
+    lineups = [[plans[place] for place in pair] for pair in places]
+    objectives = Trials(NAME, "schedule", "core", 1, record=tmp_path)(run_here, 4, ignore, lineups, hosts)
+    for pair, all_plans, own in zip(places, whole, objectives, strict=True):
+        assert own == pytest.approx([all_plans[place] for place in pair], abs=1e-5)
+    table = plan_table(Records.open(tmp_path))
+    for host, lineup, own in zip(hosts, lineups, objectives, strict=True):
+        column = table.objectives[:, table.host_seeds.index(host_seed("tuning", 1, host))]
+        assert [float(column[table.plans.index(plan)]) for plan in lineup] == pytest.approx(own, abs=1e-4)
+        assert int(column.isfinite().sum()) == 2
+
+
 @pytest.mark.slow
 def test_the_table_of_a_search(tmp_path: Path) -> None:
     """Means of its rows are those of the log; recording changed nothing of the search."""
