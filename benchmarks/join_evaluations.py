@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from esper.leyline import BadValueError
-from esper.simic.evaluation.policies import ORACLE
+from esper.simic.evaluation.policies import ORACLE, TOLD, PolicySpec
 from esper.simic.evaluation.statistics import MARGIN, compare_rows
 from esper.storage.files import replace_file
 
@@ -48,7 +48,7 @@ def join(earlier: Content, later: Content, replaced: Collection[str] = ()) -> Co
     policies = {**before, **{name: each for name, each in now.items() if name not in shared}}
     return {
         **earlier,
-        "policies": {name: _with_share(each, policies.get(ORACLE)) for name, each in policies.items()},
+        "policies": {name: _with_shares(each, policies) for name, each in policies.items()},
         "differences": [asdict(one) for one in compare_rows(_objectives(policies), *margins)],
         "warnings": list(dict.fromkeys([*earlier["warnings"], *later["warnings"]])),
         "joined": [
@@ -62,10 +62,14 @@ def _objectives(policies: Content) -> dict[str, list[list[float]]]:
     return {name: [seed["objective"] for seed in each["by_seed"]] for name, each in policies.items()}
 
 
-def _with_share(policy: Content, oracle: Content | None) -> Content:
-    """A policy that came without an oracle has no share of one yet."""
-    best = fmean(oracle["objective"]) if oracle is not None else 0.0
-    return {**policy, "share_of_oracle": fmean(policy["objective"]) / best if best > 0 else None}
+def _with_shares(policy: Content, policies: Content) -> Content:
+    """A policy that came without a yardstick has no share of it yet."""
+    shares = {}
+    for kind in (ORACLE, TOLD):
+        yardstick = next((each for name, each in policies.items() if PolicySpec.parse(name).kind == kind), None)
+        best = fmean(yardstick["objective"]) if yardstick is not None else 0.0
+        shares[f"share_of_{kind}"] = fmean(policy["objective"]) / best if best > 0 else None
+    return {**policy, **shares}
 
 
 def main() -> None:

@@ -229,9 +229,10 @@ def evaluation(found: Content) -> str:
     shape = f"An episode trains {images:,} images in {task.steps} steps of {task.batches_per_step} minibatches."
     text = [_wrap(f"{found['hosts']} unseen hosts, {scored}. {shape}"), "", _table(header, rows), ""]
     for policy in compared:
-        share = policies[policy].get("share_of_oracle")
-        if share is not None:
-            text.append(f"{short_name(policy)} reaches {100 * share:.0f} % of the oracle's objective.\n")
+        for yardstick, name in (("oracle", "the oracle's"), ("told", "told's")):
+            share = policies[policy].get(f"share_of_{yardstick}")
+            if share is not None:
+                text.append(f"{short_name(policy)} reaches {100 * share:.0f} % of {name} objective.\n")
     if any(each.get("by_kind") for each in policies.values()):
         text += [_kinds(policies), ""]
     text.append(_made(found["provenance"]))

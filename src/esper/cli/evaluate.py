@@ -39,6 +39,8 @@ def policy_table(comparison: TaskComparison) -> Table:
             row["greedy"] = f"{overall_mean(greedy, 'objective'):+.2f}" if greedy else ""
         if (share := comparison.share_of_oracle(name)) is not None:
             row["of\noracle"] = f"{share:.0%}"
+        if (share := comparison.share_of_told(name)) is not None:
+            row["of\ntold"] = f"{share:.0%}"
         row |= {
             "score\n%" if task.by_loss else "accuracy\n%": f"{overall_mean(results, 'accuracy'):.1f}",
             "gain": f"{fmean(v for result in results for v in result.gains(task)):+.2f}",
@@ -98,8 +100,9 @@ class EvaluateCommand:
     """Task of the hosts. Several, separated by commas, give a table each and the mean over them."""
     policies: str = "heuristic,random,random-commit,wait"
     """Policies, separated by commas: wait, random, random-commit, heuristic, heuristic:FILE, schedule, schedule:FILE,
-    oracle, or a run folder. Join runs of one configuration, one per training seed, by +. retrained:POLICY trains the
-    architectures of another listed policy from scratch; static:POLICY trains static hosts of their size."""
+    told, told:FILE, oracle, or a run folder. Join runs of one configuration, one per training seed, by +; files of
+    several searches too. retrained:POLICY trains the architectures of another listed policy from scratch;
+    static:POLICY trains static hosts of their size."""
     hosts: int = 64
     """Number of hosts that each policy grows, not counting controls."""
     seed: int = 7
@@ -198,7 +201,7 @@ def print_report(console: Console, report: EvaluationReport) -> None:
     if not all(claim.enough_seeds for comparison in report.tasks.values() for claim in comparison.claims):
         items += [
             f"Where a learned policy has fewer than {CLAIM_SEEDS} training seeds, or none takes part, a difference is "
-            "a report, not a claim."
+            "a report, not a claim. The same holds for plans of several searches."
         ]
     for item in items:
         console.print(item, markup=False)

@@ -6,23 +6,26 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from esper.simic.tuning import EPISODES, check_free, tune, write_tuned
+from esper.simic.tuning import EPISODES, SearchMethod, check_free, tune, write_tuned
 from esper.tamiyo.policies import HeuristicConfig, Plan
 from esper.tamiyo.policies.shipped import TunedKind
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """Search a schedule, or the heuristic's thresholds, with a stated number of episodes; writes one file."""
+    """Search a plan, or the heuristic's thresholds, with a stated number of episodes; writes one file."""
 
     out: Path
-    """File to write; it must not exist. Evaluate it as schedule:FILE or heuristic:FILE."""
+    """File to write; it must not exist. Evaluate it as schedule:FILE, heuristic:FILE or told:FILE."""
     task: str = "digits_blind"
     """Task to search on. Its hosts are of a range that training and evaluation never use."""
     kind: TunedKind = "schedule"
-    """What to search."""
+    """What to search: one plan for all hosts, the heuristic's thresholds, or a plan per kind of host."""
     episodes: int = EPISODES
-    """Most episodes to run, not counting controls. The default is what `esper train` uses by default."""
+    """Most episodes to run, not counting controls; for `told`, per kind of host. The default is what `esper train` uses
+    by default."""
+    search: SearchMethod = "model"
+    """How plans are searched: by a model of all plans, or by successive halving. Thresholds: always by halving."""
     seed: int = 0
     """Random seed of the search."""
     preset: str = "core"
@@ -41,7 +44,7 @@ class TuneCommand:
         torch.set_num_threads(1)
         check_free(self.out)
         hosts = (self.preset, self.data_dir, self.device, self.workers)
-        tuned = tune(self.task, self.kind, self.episodes, self.seed, *hosts, record=self.record)
+        tuned = tune(self.task, self.kind, self.episodes, self.seed, *hosts, record=self.record, search=self.search)
         write_tuned(self.out, tuned)
         console.print(
             f"{tuned.used} of {tuned.budget} episodes on {tuned.task}: {_describe(tuned.best)} (objective "
@@ -50,7 +53,9 @@ class TuneCommand:
         console.print(f"Written to {self.out}; evaluate it as {self.kind}:{self.out}")
 
 
-def _describe(best: Plan | HeuristicConfig) -> str:
+def _describe(best: Plan | HeuristicConfig | dict[str, Plan]) -> str:
+    if isinstance(best, dict):
+        return "; ".join(f"{kind} hosts: {_describe(plan)}" for kind, plan in best.items())
     if isinstance(best, Plan):
         seeds = [f"{seed.blueprint} in {seed.slot} at step {seed.germinate_at}" for seed in best.seeds]
         return ", then ".join(seeds) or "wait, because no plan gained anything"

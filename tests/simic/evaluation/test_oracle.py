@@ -10,7 +10,7 @@ from simic.training.tiny import tiny_task
 
 from esper.kasmina.compare import RowScore
 from esper.leyline import head_preset
-from esper.simic.evaluation.arena import Arena, Measure, PolicyPlayer
+from esper.simic.evaluation.arena import Arena, Lineups, Measure, PolicyPlayer
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.yardsticks import CHOOSING, SCORED, extensions, run_oracle
 from esper.simic.training.episode import EpisodeRunner, play_episode
@@ -71,7 +71,8 @@ class Staged:
         self.task = get_task("digits_blind")
         self.right, self.control, self.parameters = right, control, {0: parameters.get("first", 0)}
 
-    def run(self, make_policy: object, plans: Sequence[Plan], seeds: Sequence[int], measure: Measure) -> torch.Tensor:
+    def run(self, make_policy: object, lineups: Lineups[Plan], seeds: Sequence[int], measure: Measure) -> torch.Tensor:
+        plans = lineups[0]
         groups = Groups(len(seeds), len(plans))
         nothing = [False] * len(self.control)
         rows = [row_of(self.right.get(index, nothing)) for index in range(len(plans))]

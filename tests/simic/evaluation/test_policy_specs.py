@@ -50,8 +50,8 @@ def train(name: str, **changes: object) -> str:
     [
         ("wait", PolicySpec("wait", "wait")),
         ("heuristic", PolicySpec("heuristic", "heuristic")),
-        ("heuristic:a/b.json", PolicySpec("heuristic:a/b.json", "heuristic", file="a/b.json")),
-        ("schedule", PolicySpec("schedule", "schedule", file="shipped")),
+        ("heuristic:a/b.json", PolicySpec("heuristic:a/b.json", "heuristic", tuned=("a/b.json",))),
+        ("schedule", PolicySpec("schedule", "schedule", tuned=("shipped",))),
         ("runs/a+b", PolicySpec("runs/a+b", "learned", runs=("runs/a", "b"))),
         ("static:a", PolicySpec("static:a", "static", base=PolicySpec("a", "learned", runs=("a",)))),
     ],

@@ -34,19 +34,36 @@ def test_every_pair_once(workers: int, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(arena, "AT_ONCE", 8)
     plans, hosts = some_plans(3), [4, 5, 9, 11, 12]
     trials = replace(Trials(NAME, "schedule", "core", 1), record=tmp_path)
-    objectives = trials(run_here, workers, ignore, plans, hosts)
+    objectives = trials(run_here, workers, ignore, [plans] * 5, hosts)
     records = Records.open(tmp_path)
     assert len(records) == 15
     assert {json.loads(name)["seeds"][0]["slot"] for name in records.policies} == {plan.seeds[0].slot for plan in plans}
     table = plan_table(records)
     assert sorted(table.host_seeds) == sorted(host_seed("tuning", 1, host) for host in hosts)
     assert len(table.plans) == 3
-    for plan, row in zip(plans, objectives, strict=True):
+    for plan, row in zip(plans, zip(*objectives, strict=True), strict=True):
         found = table.objectives[table.plans.index(plan)]
         for host, value in zip(hosts, row, strict=True):
             column = table.host_seeds.index(host_seed("tuning", 1, host))
             assert float(found[column]) == pytest.approx(value, abs=1e-4)
     assert len({round(value, 3) for row in objectives for value in row}) > 3
+
+
+def test_hosts_with_plans_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other plans on every host, in shares of four workers: each plan does there what it does among all of them."""
+    monkeypatch.setattr(arena, "AT_ONCE", 8)
+    plans, hosts = some_plans(3), [4, 5, 9]
+    whole = Trials(NAME, "schedule", "core", 1)(run_here, 1, ignore, [plans] * 3, hosts)
+    places = [(0, 1), (1, 2), (2, 0)]
+    lineups = [[plans[place] for place in pair] for pair in places]
+    objectives = Trials(NAME, "schedule", "core", 1, record=tmp_path)(run_here, 4, ignore, lineups, hosts)
+    for pair, all_plans, own in zip(places, whole, objectives, strict=True):
+        assert own == pytest.approx([all_plans[place] for place in pair], abs=1e-5)
+    table = plan_table(Records.open(tmp_path))
+    for host, lineup, own in zip(hosts, lineups, objectives, strict=True):
+        column = table.objectives[:, table.host_seeds.index(host_seed("tuning", 1, host))]
+        assert [float(column[table.plans.index(plan)]) for plan in lineup] == pytest.approx(own, abs=1e-4)
+        assert int(column.isfinite().sum()) == 2
 
 
 @pytest.mark.slow
@@ -100,7 +117,7 @@ def test_what_is_no_plan(tmp_path: Path) -> None:
     """A search of thresholds is recorded too, but it has no plans."""
     tiny_task()
     trials = replace(Trials(NAME, "heuristic", "core", 1), record=tmp_path)
-    trials(run_here, 1, ignore, [HeuristicConfig()], [0])
+    trials(run_here, 1, ignore, [[HeuristicConfig()]], [0])
     records = Records.open(tmp_path)
     assert json.loads(records.policies[0]) == encode(HeuristicConfig())
     with pytest.raises(BadValueError, match=r"policy '\{.*patience.*is no plan .*open records of `esper tune`"):

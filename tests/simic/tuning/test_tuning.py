@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,17 @@ from esper.simic.evaluation.workers import run_here
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import host_seed
-from esper.simic.tuning import Search, Trials, Tuned, search_heuristic, search_schedule, tune, write_tuned
+from esper.simic.tuning import (
+    SEARCH_METHODS,
+    Search,
+    SearchMethod,
+    Trials,
+    Tuned,
+    search_heuristic,
+    search_schedule,
+    tune,
+    write_tuned,
+)
 from esper.storage import files
 from esper.tamiyo import Policy, growth_table
 from esper.tamiyo.policies import (
@@ -47,11 +58,11 @@ class Fake:
         self.worth, self.noise = worth, noise
         self.episodes = 0
 
-    def __call__(self, candidates: Sequence[object], hosts: Sequence[int]) -> list[list[float]]:
-        self.episodes += len(candidates) * len(hosts)
+    def __call__(self, lineups: Sequence[Sequence[object]], hosts: Sequence[int]) -> list[list[float]]:
+        self.episodes += sum(map(len, lineups))
         return [
-            [self.worth(one) + 10 * _luck(host) + self.noise * _luck(repr(one), host) for host in hosts]
-            for one in candidates
+            [self.worth(one) + 10 * _luck(host) + self.noise * _luck(repr(one), host) for one in lineup]
+            for lineup, host in zip(lineups, hosts, strict=True)
         ]
 
 
@@ -77,15 +88,15 @@ def planted(values: dict[tuple[str, str, int], float]) -> Callable[[Plan], float
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("kind", ["schedule", "heuristic"])
+@pytest.mark.parametrize("kind", ["model", "halving", "heuristic"])
 @pytest.mark.parametrize("pays", [True, False])
-def test_the_budget_is_kept_and_stated_to_the_episode(budget: int, kind: str, pays: bool) -> None:
+def test_the_budget_is_kept_and_stated_to_the_episode(budget: int, kind: Any, pays: bool) -> None:
     """What was run is what is stated, is what the log adds up to; and no more is left than cannot be shared."""
     fake = Fake(lambda _: 0.0 if not pays else 1.0, noise=3.0)
-    if kind == "schedule":
+    if kind != "heuristic":
         fake = Fake(lambda plan: len(plan.seeds) if pays else -len(plan.seeds), noise=3.0)
         plans = Search[Plan](fake, budget, 0)
-        search_schedule(plans, DIGITS)
+        search_schedule(plans, DIGITS, kind)
         used, log = plans.used, plans.log
     else:
         configs = Search[HeuristicConfig](fake, budget, 0)
@@ -113,37 +124,39 @@ def test_a_search_never_runs_what_it_cannot_pay() -> None:
 
 
 @pytest.mark.parametrize("rng_seed", range(3))
-@pytest.mark.parametrize("budget", [480, 2000])
-def test_the_planted_plan_is_found(rng_seed: int, budget: int) -> None:
+@pytest.mark.parametrize(("method", "budget"), [("model", 480), ("model", 2000), ("halving", 480), ("halving", 2000)])
+def test_the_planted_plan_is_found(rng_seed: int, method: SearchMethod, budget: int) -> None:
     """Two seeds pay, a third does not: both are found, in the order in which they pay, and no other."""
     worth = planted({("r1c1", "conv_small", 5): 8.0, ("r1c0", "norm", 0): 5.0, ("r1c0", "depthwise", 0): 4.0})
     search = Search[Plan](Fake(worth), budget, rng_seed)
-    plan, mean = search_schedule(search, DIGITS)
+    plan, mean = search_schedule(search, DIGITS, method)
     assert plan == Plan((PlannedSeed("r1c1", "conv_small", 5), PlannedSeed("r1c0", "norm", 0)))
     finals = [trial for trial in search.log if trial.stage == "final"]
     assert mean == next(trial.objective for trial in finals if trial.candidate == encode(plan))
 
 
-def test_where_nothing_pays_the_plan_is_to_wait() -> None:
+@pytest.mark.parametrize("method", SEARCH_METHODS)
+def test_where_nothing_pays_the_plan_is_to_wait(method: SearchMethod) -> None:
     """Luck of the hosts alone must not make a plan."""
-    search = Search[Plan](lambda plans, hosts: [[-0.5] * len(hosts)] * len(plans), 480, 0)
-    assert search_schedule(search, DIGITS) == (Plan(), 0.0)
+    search = Search[Plan](lambda lineups, hosts: [[-0.5] * len(lineup) for lineup in lineups], 480, 0)
+    assert search_schedule(search, DIGITS, method) == (Plan(), 0.0)
 
 
 def test_no_third_seed_is_looked_for_where_a_second_does_not_pay() -> None:
     """What it would have cost goes to the finalists, the best two of one seed."""
     worth = planted({("r1c1", "conv_small", 5): 8.0, ("r1c0", "norm", 0): 6.0})
     search = Search[Plan](Fake(lambda plan: worth(plan) if len(plan.seeds) == 1 else -9.0), 480, 0)
-    search_schedule(search, DIGITS)
+    search_schedule(search, DIGITS, "halving")
     assert {trial.stage for trial in search.log} == {"one seed", "2 seeds", "final"}
     finals = [trial for trial in search.log if trial.stage == "final"]
     assert [trial.candidate["seeds"][0]["blueprint"] for trial in finals] == ["conv_small", "norm"]
     assert len(finals[0].hosts) > 70
 
 
-def test_finalists_meet_on_hosts_that_none_of_them_was_picked_on() -> None:
+@pytest.mark.parametrize("method", SEARCH_METHODS)
+def test_finalists_meet_on_hosts_that_none_of_them_was_picked_on(method: SearchMethod) -> None:
     search = Search[Plan](Fake(planted({("r1c0", "norm", 0): 5.0})), 480, 0)
-    search_schedule(search, DIGITS)
+    search_schedule(search, DIGITS, method)
     finals = [set(trial.hosts) for trial in search.log if trial.stage == "final"]
     earlier = {host for trial in search.log if trial.stage != "final" for host in trial.hosts}
     assert len(finals) >= 2
@@ -195,13 +208,13 @@ def test_the_default_is_always_a_candidate(budget: int) -> None:
     assert {trial.stage for trial in search.log if trial.candidate == default} == {"random", "final"}
 
 
-@pytest.mark.parametrize("kind", ["schedule", "heuristic"])
-def test_everything_random_follows_from_the_seed(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["model", "halving", "heuristic"])
+def test_everything_random_follows_from_the_seed(kind: Any) -> None:
     def log(rng_seed: int) -> list[object]:
         fake = Fake(lambda _: 0.0)
-        if kind == "schedule":
+        if kind != "heuristic":
             plans = Search[Plan](fake, 60, rng_seed)  # too few for all plans: some are drawn
-            return [search_schedule(plans, DIGITS), plans.log]
+            return [search_schedule(plans, DIGITS, kind), plans.log]
         configs = Search[HeuristicConfig](fake, 60, rng_seed)
         return [search_heuristic(configs, DIGITS), configs.log]
 
@@ -270,16 +283,16 @@ def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: p
 
     if kind == "schedule":
         plans = few_plans(task)
-        found = Trials(NAME, "schedule", "core", 1)(run_here, 1, advance, plans, hosts)
+        found = Trials(NAME, "schedule", "core", 1)(run_here, 1, advance, [plans] * 3, hosts)
         policies = [SchedulePolicy(table, task.slot_config, plan) for plan in plans]
     else:
         configs = few_configs()
-        found = Trials(NAME, "heuristic", "core", 1)(run_here, 1, advance, configs, hosts)
+        found = Trials(NAME, "heuristic", "core", 1)(run_here, 1, advance, [configs] * 3, hosts)
         policies = [HeuristicTamiyo(table, task.slot_config, config) for config in configs]
     assert len({value for row in found for value in row}) > len(policies), "they do different things"
     runner = make_runner(3, 1)
-    for policy, objectives in zip(policies, found, strict=True):
-        assert objectives == pytest.approx(alone(runner, policy, seeds), abs=1e-5)
+    for policy, objectives in zip(policies, zip(*found, strict=True), strict=True):
+        assert list(objectives) == pytest.approx(alone(runner, policy, seeds), abs=1e-5)
     assert sum(counted) == len(policies) * len(hosts)
 
 
@@ -297,17 +310,18 @@ def test_fleets_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EpisodeRunner, "begin", lambda self, seeds: setattr(self, "seeds", seeds))
     arena, running = Arena(tiny_task(), head_preset("core")), list[Sequence[int]]()
 
-    def wait(runner: EpisodeRunner, candidates: Sequence[int]) -> Policy:
-        running[:] = [candidates]
+    def wait(runner: EpisodeRunner, lineups: Sequence[Sequence[int]]) -> Policy:
+        running[:] = lineups
         return WaitPolicy(runner.table)
 
     def pairs(runner: EpisodeRunner, _: object) -> Tensor:
         seeds: list[int] = runner.seeds  # type: ignore[attr-defined]  # noted above
-        return torch.tensor([[seed, one] for seed in seeds for one in running[0]])
+        return torch.tensor([[seed, one] for seed, lineup in zip(seeds, running, strict=True) for one in lineup])
 
     for candidates, hosts in ((1, 1), (1, 70), (70, 1), (5, 23), (AT_ONCE - 1, 2), (AT_ONCE, 2), (130, 3)):
-        table = arena.run(wait, range(candidates), range(hosts), pairs)
-        assert table.tolist() == [[[host, one] for one in range(candidates)] for host in range(hosts)]
+        lineups = [range(host, host + candidates) for host in range(hosts)]
+        table = arena.run(wait, lineups, range(hosts), pairs)
+        assert table.tolist() == [[[host, one] for one in lineup] for host, lineup in enumerate(lineups)]
     assert max(shapes) <= AT_ONCE
 
 
@@ -448,8 +462,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_bad_names() -> None:
-    with pytest.raises(UnknownNameError, match="kind of search 'plan'; allowed: schedule, heuristic"):
+    with pytest.raises(UnknownNameError, match="kind of search 'plan'; allowed: schedule, heuristic, told"):
         tune("digits_blind", "plan")  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(UnknownNameError, match="search 'random'; allowed: model, halving"):
+        tune("digits_blind", "schedule", search="random")  # type: ignore[arg-type]  # the mistake
     with pytest.raises(UnknownNameError, match="task 'digit'"):
         tune("digit", "schedule")
     with pytest.raises(BadValueError, match="`esper evaluate` runs it"):

@@ -49,7 +49,7 @@ def test_shared_trials_are_the_same_trials() -> None:
         counted.append(amount)
 
     plans, hosts = extensions(Plan(), tiny_task())[:5], [2, 3, 7]
-    shared, whole = (TRIALS(run_here, workers, advance, plans, hosts) for workers in (4, 1))
+    shared, whole = (TRIALS(run_here, workers, advance, [plans] * 3, hosts) for workers in (4, 1))
     assert [value for row in shared for value in row] == pytest.approx(
         [value for row in whole for value in row], abs=1e-5
     )
@@ -58,7 +58,7 @@ def test_shared_trials_are_the_same_trials() -> None:
 
 def test_errors_come_back() -> None:
     """With their message, whatever their type needs to be built."""
-    run_share = partial(replace(TRIALS, task="nonsense").run_share, ["plan"], [0], ignore)
+    run_share = partial(replace(TRIALS, task="nonsense").run_share, [["plan"]], [0], ignore)
     with pytest.raises(BadValueError, match="unknown task 'nonsense'") as raised:
         call_in_worker(run_share, (range(1), range(1)))
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)

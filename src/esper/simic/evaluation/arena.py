@@ -1,6 +1,6 @@
 """Episodes of policies, packed into fleets: a group is one host, its members are policies that share one control."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,9 +23,10 @@ from esper.tolaria import Task
 
 AT_ONCE = 64  # envs per fleet, controls included
 
-Candidate = TypeVar("Candidate")
+Candidate = TypeVar("Candidate", bound=Hashable)
 Item = TypeVar("Item")
-MakePolicy = Callable[[EpisodeRunner, Sequence[Candidate]], Policy]  # for a fleet whose groups are these candidates
+Lineups = Sequence[Sequence[Candidate]]  # the candidates of each host, equally many on all of them
+MakePolicy = Callable[[EpisodeRunner, Lineups[Candidate]], Policy]  # for a fleet whose groups are these lineups
 Measure = Callable[[EpisodeRunner, StepResult], Tensor]  # figures of every grown env (n, …) at the end of an episode
 
 
@@ -160,24 +161,27 @@ class Arena:
     def run(
         self,
         make_policy: MakePolicy[Candidate],
-        candidates: Sequence[Candidate],
+        lineups: Lineups[Candidate],
         seeds: Sequence[int],
         measure: Measure,
         advance: Advance = ignore,
         writer: RecordWriter | None = None,
     ) -> Tensor:
-        """Measure every candidate on every host, without random draws: (hosts, candidates, …), float64.
+        """Measure the candidates of every host, without random draws: (hosts, candidates, …), float64.
 
-        `writer` records the episodes; its policies are the candidates.
+        `writer` records the episodes; its policies are `distinct(lineups)`.
         """
-        candidate_parts = divide(len(candidates), AT_ONCE - 1)
+        candidate_parts = divide(len(lineups[0]), AT_ONCE - 1)
         members = len(candidate_parts[0])
         host_parts = divide(len(seeds), AT_ONCE // (members + 1))
         runner = self.runner(groups := Groups(len(host_parts[0]), members))
+        number_of = {candidate: number for number, candidate in enumerate(distinct(lineups))}
         columns = []
         for part in candidate_parts:
-            policy, blocks = make_policy(runner, fill([candidates[index] for index in part], members)), []
+            blocks = []
             for hosts in host_parts:
+                chosen = [[lineups[host][index] for index in part] for host in hosts]
+                policy = make_policy(runner, fill([fill(lineup, members) for lineup in chosen], groups.count))
                 tape = None if writer is None else EpisodeTape(runner)
                 some = fill([seeds[index] for index in hosts], groups.count)
                 player = PolicyPlayer(runner, policy, some, tape=tape)
@@ -185,7 +189,8 @@ class Arena:
                 blocks.append(values.unflatten(0, (groups.count, members))[: len(hosts), : len(part)])
                 if writer is not None and tape is not None:  # without what was filled up
                     pairs = [(host, member) for host in range(len(hosts)) for member in range(len(part))]
-                    rows, numbers = [host * members + member for host, member in pairs], [part[m] for _, m in pairs]
+                    numbers = [number_of[chosen[host][member]] for host, member in pairs]
+                    rows = [host * members + member for host, member in pairs]
                     writer.append(tape.episodes(rows, numbers, [some[host] for host, _ in pairs]))
                 advance(len(hosts) * len(part))
             columns.append(torch.cat(blocks))
@@ -193,6 +198,11 @@ class Arena:
 
 
 open_arena = lru_cache(maxsize=1)(Arena)  # stays open until another one is needed: a fleet serves job after job
+
+
+def distinct(lineups: Lineups[Candidate]) -> list[Candidate]:
+    """All candidates, each once, in order of appearance."""
+    return list(dict.fromkeys(candidate for lineup in lineups for candidate in lineup))
 
 
 def divide(count: int, most: int) -> list[range]:

@@ -16,6 +16,7 @@ from esper.simic.evaluation.cache import ResultCache
 from esper.simic.evaluation.final_log import sign_policies
 from esper.simic.evaluation.policies import (
     ORACLE,
+    TOLD,
     Contender,
     EvaluationConfig,
     PolicySpec,
@@ -97,7 +98,7 @@ class TaskComparison:
     """All results on one task."""
 
     config: EvaluationConfig
-    policies: dict[str, list[Result]]  # by name, one result per training seed; rules have one
+    policies: dict[str, list[Result]]  # by name, one result per training or search seed; other rules have one
     claims: list[Claim]
     greedy: dict[str, list[Result]] = field(default_factory=dict)  # learned policies with their likeliest action
     kinds: dict[str, dict[str, KindSummary]] = field(default_factory=dict)  # empty if all hosts are of one kind
@@ -110,7 +111,15 @@ class TaskComparison:
 
     def share_of_oracle(self, name: str) -> float | None:
         """Mean objective over the oracle's; None without an oracle, or if the oracle gains nothing."""
-        best = overall_mean(self.policies[ORACLE], "objective") if ORACLE in self.policies else 0.0
+        return self._share(name, ORACLE)
+
+    def share_of_told(self, name: str) -> float | None:
+        """Mean objective over that of the first `told`; None without one, or if it gains nothing."""
+        return self._share(name, TOLD)
+
+    def _share(self, name: str, kind: str) -> float | None:
+        yardstick = next((each for each in self.policies if PolicySpec.parse(each).kind == kind), None)
+        best = 0.0 if yardstick is None else overall_mean(self.policies[yardstick], "objective")
         return overall_mean(self.policies[name], "objective") / best if best > 0 else None
 
     def to_json(self) -> dict[str, Json]:
@@ -120,6 +129,7 @@ class TaskComparison:
                 **_merged(results),
                 "by_kind": encode(self.kinds.get(name, {})),
                 "share_of_oracle": self.share_of_oracle(name),
+                "share_of_told": self.share_of_told(name),
                 "greedy": _merged(self.greedy[name]) if name in self.greedy else None,
             }
             for name, results in self.policies.items()

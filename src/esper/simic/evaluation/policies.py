@@ -17,15 +17,22 @@ from esper.simic.training.hosts import Purpose, check_device
 from esper.simic.training.policy_files import is_run, open_policy, policy_path
 from esper.simic.training.run_folder import checkpoints_of, read_config
 from esper.tamiyo import ActionTable, Policy, growth_table
-from esper.tamiyo.policies import HeuristicTamiyo, RandomCommitPolicy, RandomPolicy, SchedulePolicy, WaitPolicy
-from esper.tamiyo.policies.shipped import TUNED_KINDS, TunedKind, read_heuristic, read_plan, shipped_file
+from esper.tamiyo.policies import (
+    HeuristicTamiyo,
+    RandomCommitPolicy,
+    RandomPolicy,
+    SchedulePolicy,
+    ToldPolicy,
+    WaitPolicy,
+)
+from esper.tamiyo.policies.shipped import TUNED_KINDS, read_heuristic, read_plan, read_told, search_of, shipped_file
 from esper.tolaria import Task, get_task
 
-ORACLE = "oracle"
-RULES = ("wait", "random", "random-commit", "heuristic", "schedule", ORACLE)  # kinds that are not learned
+ORACLE, TOLD = "oracle", "told"
+RULES = ("wait", "random", "random-commit", "heuristic", "schedule", TOLD, ORACLE)  # kinds that are not learned
 CONTROLS = ("retrained", "static")  # kinds that start from another policy's results: `retrained:POLICY` …
 LEARNED = "learned"
-SHIPPED = "shipped"  # `heuristic:shipped`, `schedule:shipped`: the task's file that comes with Esper
+SHIPPED = "shipped"  # `heuristic:shipped`, `schedule:shipped` …: the task's file that comes with Esper
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class PolicySpec:
     text: str
     kind: str  # one of RULES or CONTROLS, or `learned`
     runs: tuple[str, ...] = ()  # of a learned policy: run folders, one per training seed
-    file: str = ""  # of a heuristic or schedule: its tuned file, or `shipped`; a heuristic without one is untuned
+    tuned: tuple[str, ...] = ()  # tuned files, one per search seed, or `shipped`; a heuristic without one is untuned
     base: "PolicySpec | None" = None  # of a control: the policy whose results it starts from
 
     @classmethod
@@ -47,12 +54,10 @@ class PolicySpec:
         if kind in RULES:
             if rest and kind not in TUNED_KINDS:
                 raise BadValueError(f"policy {text!r}: {kind} takes no file; omit ':{rest}'")
-            return cls(text, kind, file=rest or (SHIPPED if kind == "schedule" else ""))
-        runs = tuple(text.split("+"))
-        if not all(run.strip() for run in runs):
-            # As a path, an empty name would be the working directory.
-            raise BadValueError(f"policy {text!r} has an empty name; allowed: {', '.join(RULES)}, or a run folder")
-        return cls(text, LEARNED, runs)
+            if not rest:
+                return cls(text, kind, tuned=(SHIPPED,) if kind in ("schedule", TOLD) else ())
+            return cls(text, kind, tuned=_split(text, rest))
+        return cls(text, LEARNED, _split(text, text))
 
     @property
     def learned(self) -> bool:
@@ -61,29 +66,45 @@ class PolicySpec:
 
     @property
     def members(self) -> list["PolicySpec"]:
-        """One spec per training seed; rules and controls have one member."""
+        """One spec per training seed or search seed; other rules and controls have one member."""
+        if len(self.tuned) > 1:
+            return [replace(self, text=f"{self.kind}:{file}", tuned=(file,)) for file in self.tuned]
         return [replace(self, text=run, runs=(run,)) for run in self.runs] or [self]
 
     @property
     def short(self) -> str:
-        """The name without folders; several training seeds are named by what their folders have in common."""
+        """The name without folders; several seeds are named by what their folders or files have in common."""
         if self.base is not None:
             return f"{self.kind}:{self.base.short}"
-        if not self.learned:
-            return f"{self.kind}:{Path(self.file).name}" if ":" in self.text else self.text
-        name = Path(self.runs[0]).name or self.runs[0]
-        return name if len(self.runs) == 1 else f"{name.rstrip('0123456789') or name} ({len(self.runs)} seeds)"
+        sources = self.runs or self.tuned
+        if not sources or self.text == self.kind:
+            return self.text
+        first = Path(sources[0])
+        name = first.name or sources[0]
+        if len(sources) > 1:
+            stem = name if self.learned else first.stem
+            name = f"{stem.rstrip('0123456789') or stem} ({len(sources)} seeds)"
+        return name if self.learned else f"{self.kind}:{name}"
 
-    def tuned_file(self, task: Task) -> Path:
-        """The file of a tuned heuristic or schedule."""
-        kind: TunedKind = "schedule" if self.kind == "schedule" else "heuristic"
-        return shipped_file(kind, task.name) if self.file == SHIPPED else Path(self.file)
+    def tuned_files(self, task: Task) -> list[Path]:
+        """The files of a tuned policy, one per search seed."""
+        kind = next((kind for kind in TUNED_KINDS if kind == self.kind), None)
+        return [shipped_file(kind, task.name) if file == SHIPPED else Path(file) for file in self.tuned if kind]
 
     def files(self, task: Task) -> list[Path]:
-        """The files that define the policy: a plan, thresholds, or the last checkpoint of every run."""
+        """The files that define the policy: plans, thresholds, or the last checkpoint of every run."""
         sources = [policy_path(Path(run)) for run in self.runs]
         weights = [path for source in sources for path in (sorted(source.iterdir()) if source.is_dir() else [source])]
-        return [self.tuned_file(task)] if self.file else weights
+        return self.tuned_files(task) + weights
+
+
+def _split(text: str, names: str) -> tuple[str, ...]:
+    """The names that are joined by +."""
+    parts = tuple(names.split("+"))
+    if not all(part.strip() for part in parts):
+        # As a path, an empty name would be the working directory.
+        raise BadValueError(f"policy {text!r} has an empty name; allowed: {', '.join(RULES)}, or a run folder")
+    return parts
 
 
 def base_of(text: str) -> PolicySpec:
@@ -102,8 +123,9 @@ def short_names(specs: Iterable[str]) -> dict[str, str]:
 def make_policy(
     spec: PolicySpec, task: Task, table: ActionTable, device: str = "cpu", *, greedy: bool = False
 ) -> Policy:
-    """Build the policy of one training seed. `greedy`: a learned policy takes the likeliest action."""
+    """Build the policy of one training or search seed. `greedy`: a learned policy takes the likeliest action."""
     slots = task.slot_config
+    file = next(iter(spec.tuned_files(task)), None)
     match spec.kind:
         case "learned":
             return _load_run(Path(spec.runs[0]), table, slots, device, greedy=greedy)
@@ -114,9 +136,11 @@ def make_policy(
         case "random-commit":
             return RandomCommitPolicy(table, task.steps)
         case "heuristic":
-            return HeuristicTamiyo(table, slots, read_heuristic(spec.tuned_file(task)) if spec.file else None)
-        case "schedule":
-            return SchedulePolicy(table, slots, read_plan(spec.tuned_file(task)))
+            return HeuristicTamiyo(table, slots, read_heuristic(file) if file else None)
+        case "schedule" if file:
+            return SchedulePolicy(table, slots, read_plan(file))
+        case "told" if file:
+            return ToldPolicy(table, slots, read_told(file, task.defects), task.defect_of)
     raise BadValueError(f"{spec.text!r} is a yardstick, not a policy; `esper evaluate` runs it")
 
 
@@ -189,6 +213,31 @@ def check_specs(specs: Sequence[PolicySpec], config: EvaluationConfig) -> None:
                 make_policy(member, task, growth_table(head_preset(config.preset), task.slot_config), config.device)
         if spec.learned:
             check_same_recipe(spec.runs)
+        check_same_search(spec.tuned_files(task))
+
+
+def check_same_search(files: Sequence[Path]) -> None:
+    """Raise unless these are files of different searches that had the same task, method and number of episodes.
+
+    Files written by hand do not say how they were made: they have to be different files.
+    """
+    searches = [(file, search_of(file)) for file in files]
+    for (first, one), (second, other) in combinations(searches, 2):
+        if first.resolve() == second.resolve():
+            raise BadValueError(f"{first} and {second} are one file, and so one search seed; name it once")
+        if not one or not other:
+            continue
+        if one == other:
+            raise BadValueError(
+                f"{first} and {second} have the same search and search seed {one['rng_seed']}, so one is a copy of the "
+                "other; name one of them"
+            )
+        for name in one:
+            if name != "rng_seed" and one[name] != other[name]:
+                raise BadValueError(
+                    f"{first} and {second} are no seeds of one search: {name} is {one[name]!r} in the first and "
+                    f"{other[name]!r} in the second; put a comma between them instead of +"
+                )
 
 
 def learned_runs(specs: Iterable[PolicySpec]) -> list[Path]:

@@ -33,7 +33,7 @@ class Difference:
     p: float
     """Two-sided, not adjusted"""
     seeds: int
-    """Training seeds of the policy that has more of them"""
+    """Training or search seeds of the policy that has more of them"""
 
 
 class Estimate(NamedTuple):
@@ -160,7 +160,7 @@ class Claim:
     difference: Difference
     adjusted_p: float
     enough_seeds: bool
-    """At least five training seeds of every learned policy in it; else it is a report and no claim"""
+    """At least five seeds of every sampled policy in it, and at least one such; else it is a report and no claim"""
     superior: bool
     """Enough seeds, Holm-adjusted p below 0.05, and above 0"""
     not_worse: bool
@@ -169,7 +169,7 @@ class Claim:
 
 
 Rows = dict[str, list[list[float]]]
-"""By policy: objectives per training seed and host."""
+"""By policy: objectives per training or search seed and host."""
 
 
 def compare_all(results: dict[str, list[Result]], margin: float = MARGIN) -> list[Claim]:
@@ -180,15 +180,16 @@ def compare_all(results: dict[str, list[Result]], margin: float = MARGIN) -> lis
 def compare_rows(rows: Rows, margin: float = MARGIN) -> list[Claim]:
     """Every learned policy against all others, Holm-adjusted; without one, the first against the rest.
 
-    A claim needs five training seeds of every learned policy in it. A control of a policy is paired with it seed by
-    seed.
+    A policy is sampled if it is learned or has several rows (plans of several searches). A claim needs five seeds of
+    every sampled policy in it. Their seeds are independent of each other, except that a control of a policy is paired
+    with it seed by seed.
     """
     firsts = [name for name in rows if PolicySpec.parse(name).learned] or list(rows)[:1]
     pairs = [(name, other) for place, name in enumerate(firsts) for other in rows if other not in firsts[: place + 1]]
     differences = [compare(rows[name], rows[other], paired=base_of(other).text == name) for name, other in pairs]
     claims = []
     for (name, other), difference, p in zip(pairs, differences, holm([each.p for each in differences]), strict=True):
-        seeds = [len(rows[each]) for each in (name, other) if base_of(each).learned]
+        seeds = [len(rows[each]) for each in (name, other) if base_of(each).learned or len(rows[each]) > 1]
         enough = bool(seeds) and min(seeds) >= CLAIM_SEEDS
         superior = enough and p < 0.05 and difference.mean > 0
         not_worse = enough and difference.low > -margin

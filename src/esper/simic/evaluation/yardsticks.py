@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.kasmina import AlphaController, CNNHost, GPTHost, Host
 from esper.leyline import BadValueError, SeedStage, gain_over, objective
-from esper.simic.evaluation.arena import Arena
+from esper.simic.evaluation.arena import Arena, Lineups
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.training.episode import EpisodeRunner, StepResult
@@ -129,15 +129,15 @@ def extensions(plan: Plan, task: Task) -> list[Plan]:
     ]
 
 
-def plan_policy(runner: EpisodeRunner, plans: Sequence[Plan]) -> SchedulePolicy:
-    """A policy for groups whose members have one plan each."""
-    return SchedulePolicy(runner.table, runner.slots, [*plans] * runner.groups.count)
+def plan_policy(runner: EpisodeRunner, lineups: Lineups[Plan]) -> SchedulePolicy:
+    """A policy that gives each env the plan of its place in the lineups."""
+    return SchedulePolicy(runner.table, runner.slots, [plan for lineup in lineups for plan in lineup])
 
 
 def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
     """The best plan of each host, with hindsight, and its result. It is a bound, so its search has no cost."""
     task, plans = arena.task, extensions(Plan(), arena.task)
-    columns = arena.run(plan_policy, plans, seeds, _by_half).unbind(-1)
+    columns = arena.run(plan_policy, [plans] * len(seeds), seeds, _by_half).unbind(-1)
     chosen, chosen_control, accuracy, control, added = columns  # (hosts, plans)
     gain = gain_over(chosen_control, chosen, by_loss=task.by_loss)
     objectives, best = objective(gain, added, task.host_parameters).max(1)

@@ -7,6 +7,7 @@ from esper.tamiyo.policies.open_loop import (
     RandomCommitPolicy,
     RandomPolicy,
     SchedulePolicy,
+    ToldPolicy,
     WaitPolicy,
 )
 
@@ -18,5 +19,6 @@ __all__ = [
     "RandomCommitPolicy",
     "RandomPolicy",
     "SchedulePolicy",
+    "ToldPolicy",
     "WaitPolicy",
 ]

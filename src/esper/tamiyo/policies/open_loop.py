@@ -1,6 +1,6 @@
 """Policies that ignore the host: waiting, chance, and plans, which an oracle replays too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +155,22 @@ class SchedulePolicy:
     def act(self, view: PolicyView, state: PlanTensors, uniform: Tensor) -> tuple[Tensor, PlanTensors]:
         plans = PlanTensors(*(part.to(uniform.device) for part in state))  # moves in the first step only
         return follow(self.table, view, plans), plans
+
+
+class ToldPolicy(SchedulePolicy):
+    """Executes the plan of each host's kind, which it is told; no policy that decides by what it sees is."""
+
+    def __init__(
+        self, table: ActionTable, slots: SlotConfig, plans: Mapping[str, Plan], kind_of: Callable[[int], str]
+    ) -> None:
+        """`kind_of`: the kind of the host with this seed."""
+        super().__init__(table, slots, list(plans.values()))
+        self.plans, self.kind_of = plans, kind_of
+
+    def initial_state(self, seeds: list[int]) -> PlanTensors:
+        """The plans as tensors, each host's by its seed."""
+        plans = [self.plans[self.kind_of(seed)] for seed in seeds]
+        return SchedulePolicy(self.table, self.slots, plans).initial_state(seeds)
 
 
 class RandomCommitPolicy:

@@ -2,11 +2,13 @@
 
 {"format": 1, "kind": "schedule", "task": …, "plan": {…}, "search": {…}}
 {"format": 1, "kind": "heuristic", "task": …, "heuristic": {…}, "search": {…}}
+{"format": 1, "kind": "told", "task": …, "plans": {kind of host: {…}, …}, "search": {…}}
 
-A bare plan or configuration, written by hand, is accepted too.
+A bare plan, configuration or object of plans, written by hand, is accepted too.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,9 +18,10 @@ from esper.tamiyo.policies.heuristic import HeuristicConfig
 from esper.tamiyo.policies.open_loop import Plan
 
 FORMAT = 1
-TunedKind = Literal["schedule", "heuristic"]
+TunedKind = Literal["schedule", "heuristic", "told"]
 TUNED_KINDS: tuple[TunedKind, ...] = get_args(TunedKind)
-CONTENT: dict[TunedKind, str] = {"schedule": "plan", "heuristic": "heuristic"}  # the key of a file's content
+CONTENT: dict[TunedKind, str] = {"schedule": "plan", "heuristic": "heuristic", "told": "plans"}
+"""The key of a file's content"""
 SHIPPED = Path(__file__).with_suffix("")
 
 
@@ -37,6 +40,24 @@ def read_plan(path: Path) -> Plan:
     """The plan of a tuned file, or a bare plan."""
     plan: Plan = decode(Plan, _content(path, "schedule"), str(path))
     return plan
+
+
+def read_told(path: Path, kinds: Sequence[str]) -> dict[str, Plan]:
+    """The plans by kind of host of a tuned file, or of a bare object; there must be one for each of these kinds."""
+    content = _content(path, "told")
+    if not isinstance(content, dict):
+        raise BadValueError(f"{path} holds {content!r}; write an object of plans by kind of host: {', '.join(kinds)}")
+    if missing := [kind for kind in kinds if kind not in content]:
+        raise BadValueError(f"{path} has plans for {', '.join(content)} but none for hosts of kind {missing[0]!r}")
+    return {kind: decode(Plan, content[kind], f"{path}: {kind}") for kind in kinds}
+
+
+def search_of(path: Path) -> dict[str, Json]:
+    """How a tuned file was searched (task, method, budget, seed); empty if it was written by hand."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not isinstance(search := content.get("search"), dict):
+        return {}
+    return {"task": content.get("task")} | {name: search.get(name) for name in ("method", "budget", "rng_seed")}
 
 
 def read_heuristic(path: Path) -> HeuristicConfig:

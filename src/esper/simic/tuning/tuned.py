@@ -1,0 +1,111 @@
+"""`esper tune`: search plans or the heuristic's thresholds with a stated number of episodes, and store the best."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from esper.leyline import BadValueError, UnknownNameError, head_preset
+from esper.leyline.progress import progress_bar
+from esper.leyline.records import Json, encode
+from esper.simic.evaluation.workers import run_with
+from esper.simic.offline.shards import check_unused
+from esper.simic.training.hosts import check_device
+from esper.simic.tuning.heuristic import search_heuristic
+from esper.simic.tuning.schedule import SEARCH_METHODS, SearchMethod, search_schedule
+from esper.simic.tuning.search import Search, Trial
+from esper.simic.tuning.trials import Trials
+from esper.storage.files import check_writable, replace_file
+from esper.tamiyo.policies import HeuristicConfig, Plan
+from esper.tamiyo.policies.shipped import CONTENT, FORMAT, TUNED_KINDS, TunedKind
+from esper.tolaria import get_task
+
+EPISODES = 480  # the learner's default: 20 rounds × 24 grown hosts
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best candidate of a search, and all trials."""
+
+    kind: TunedKind
+    task: str
+    best: Plan | HeuristicConfig | dict[str, Plan]  # of `told`: a plan per kind of host
+    objective: float  # mean on the hosts of the final, points; of `told`, over kinds as often as they occur
+    budget: int  # episodes allowed
+    used: int  # episodes run
+    rng_seed: int
+    log: tuple[Trial, ...]
+    method: SearchMethod = "halving"
+
+    def to_json(self) -> dict[str, Json]:
+        """The content of a tuned file."""
+        names = ("method", "budget", "used", "rng_seed", "objective", "log")
+        search = {name: encode(getattr(self, name)) for name in names}
+        best = {CONTENT[self.kind]: encode(self.best)}
+        return {"format": FORMAT, "kind": self.kind, "task": self.task, **best, "search": search}
+
+
+def tune(
+    task_name: str,
+    kind: TunedKind,
+    episodes: int = EPISODES,
+    rng_seed: int = 0,
+    preset: str = "core",
+    data_dir: Path | None = None,
+    device: str = "cpu",
+    workers: int = 1,
+    *,
+    progress: bool = True,
+    record: Path | None = None,
+    search: SearchMethod = "model",
+) -> Tuned:
+    """Search with at most this number of episodes, or for `told` this number per kind of host.
+
+    `rng_seed` determines everything random. `record`: folder for records of all episodes; the JSON of a candidate is
+    the name of its policy. `search`: how plans are searched; thresholds are always searched by halving.
+    """
+    if kind not in TUNED_KINDS:
+        raise UnknownNameError("kind of search", kind, TUNED_KINDS)
+    if search not in SEARCH_METHODS:
+        raise UnknownNameError("search", search, SEARCH_METHODS)
+    check_device(device)
+    if record is not None:
+        check_unused(record)
+    task = get_task(task_name)
+    trials = Trials(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir, record)
+    kinds = Counter[str](task.defects) if kind == "told" else Counter([""])  # by name: how often hosts are of it
+    with progress_bar(f"tuning {kind}", len(kinds) * episodes, shown=progress) as advance, run_with(workers) as run_all:
+        searches: dict[str, Search[Any]] = {  # Any: plans or thresholds
+            name: Search(partial(replace(trials, defect=name), run_all, workers, advance), episodes, rng_seed, name)
+            for name in kinds
+        }
+        found: dict[str, tuple[Any, float]] = {
+            name: search_heuristic(one, task) if kind == "heuristic" else search_schedule(one, task, search)
+            for name, one in searches.items()
+        }
+    return Tuned(
+        kind=kind,
+        task=task_name,
+        best={name: plan for name, (plan, _) in found.items()} if kind == "told" else found[""][0],
+        objective=sum(weight * found[name][1] for name, weight in kinds.items()) / kinds.total(),
+        budget=sum(one.budget for one in searches.values()),
+        used=sum(one.used for one in searches.values()),
+        rng_seed=rng_seed,
+        log=tuple(trial for one in searches.values() for trial in one.log),
+        method="halving" if kind == "heuristic" else search,
+    )
+
+
+def check_free(path: Path) -> None:
+    """Raise unless a tuned file can be written here; checked before the search, which may take an hour."""
+    if path.exists():
+        raise BadValueError(f"{path} exists, and an evaluation may have used it; choose another --out")
+    check_writable(path)
+
+
+def write_tuned(path: Path, tuned: Tuned) -> None:
+    """Write the file atomically; an existing file is not overwritten."""
+    check_free(path)
+    replace_file(path, json.dumps(tuned.to_json(), indent=1, allow_nan=False) + "\n")
