@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from simic.training.tiny import quick_config
-from torch import Tensor
 
 from esper.leyline import BadValueError, LifecycleOp
 from esper.simic import teaching
 from esper.simic.agent import PPOAgent, PPOConfig
 from esper.simic.offline.imitation import ImitationConfig, evaluate_steps
 from esper.simic.offline.transitions import Transitions
-from esper.simic.teaching import Lessons, PlanSearch, choose, expected_objectives, plan_weights, teach
+from esper.simic.teaching import Lessons, choose, expected_objectives, plan_weights, search_plans, teach
 from esper.simic.training.config import TeachConfig, TrainConfig, taught_config
 from esper.simic.training.trainer import Trainer
+from esper.simic.tuning import Search
 from esper.tamiyo import ActionHead, ActionTable, NetworkConfig, ObservationLayout
 from esper.tamiyo.policies import Plan
 from esper.tolaria import get_task
@@ -30,14 +30,13 @@ class HostsOfTwoKinds:
     """In place of hosts: even ones want a depthwise seed in the first slot, odd ones in the second."""
 
     def __init__(self) -> None:
-        self.episodes, self.pairs = 0, set[tuple[Plan, int]]()
+        self.pairs = set[tuple[Plan, int]]()
 
-    def __call__(self, plans: Sequence[Plan], hosts: range) -> Tensor:
-        self.episodes += len(plans) * len(hosts)
-        pairs = [(plan, host) for plan in plans for host in hosts]
-        assert not self.pairs & set(pairs), "no plan meets a host twice"
-        self.pairs |= set(pairs)
-        return torch.tensor([self.worth(*pair) for pair in pairs]).view(len(plans), len(hosts))
+    def __call__(self, lineups: Sequence[Sequence[Plan]], hosts: Sequence[int]) -> list[list[float]]:
+        pairs = {(plan, host) for lineup, host in zip(lineups, hosts, strict=True) for plan in lineup}
+        assert not self.pairs & pairs, "no plan meets a host twice"
+        self.pairs |= pairs
+        return [[self.worth(plan, host) for plan in lineup] for lineup, host in zip(lineups, hosts, strict=True)]
 
     @staticmethod
     def worth(plan: Plan, host: int) -> float:
@@ -49,11 +48,9 @@ class HostsOfTwoKinds:
 @pytest.mark.parametrize("episodes", [60, 300, 1_000])
 def test_the_search_runs_all_first_plans_on_the_same_hosts_and_those_that_suit_some_on_others(episodes: int) -> None:
     hosts = HostsOfTwoKinds()
-    search = PlanSearch(hosts, get_task("digits_varied"), episodes)
-    search.run()
-    assert episodes - teaching.MOST_COVER < hosts.episodes <= episodes
-    seeds = {len(plan.seeds): plan for plan in search.objectives}
-    assert 0 in seeds, "waiting is a plan"
+    search = Search(hosts, episodes, rng_seed=0)
+    search_plans(search, get_task("digits_varied"))
+    assert episodes - teaching.MOST_COVER < len(hosts.pairs) == search.used <= episodes
     first = [plan for plan in search.objectives if len(plan.seeds) <= 1]
     shared = set.intersection(*(set(search.objectives[plan]) for plan in first))
     assert len(first) == 12 and len(shared) >= teaching.LEAST_HOSTS
@@ -66,7 +63,7 @@ def test_the_search_runs_all_first_plans_on_the_same_hosts_and_those_that_suit_s
 
 def test_too_few_episodes_to_compare_anything() -> None:
     with pytest.raises(BadValueError, match="40 episodes are too few to teach 'digits_varied': 12 plans on 4 hosts"):
-        PlanSearch(HostsOfTwoKinds(), get_task("digits_varied"), 40).run()
+        search_plans(Search(HostsOfTwoKinds(), 40, rng_seed=0), get_task("digits_varied"))
 
 
 # -- the weights -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ the sharpness are those with the highest expected objective on hosts that the po
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -29,78 +30,60 @@ from esper.simic.offline.imitation import ImitationConfig, accuracy, evaluate_st
 from esper.simic.offline.records import Records
 from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.training.config import TeachConfig, TrainConfig
-from esper.simic.tuning import Trials
+from esper.simic.tuning import Search, Trials
 from esper.storage.files import replace_file
 from esper.tamiyo.policies import Plan
 from esper.tolaria import Task, get_task
 
 FOLDER, RECORDS, REPORT = "teaching", "records", "report.json"  # in the folder of a run
-FIRST_SHARE, LONGER_SHARE = 0.5, 0.25  # shares of the episodes for one-seed plans and for longer ones
+FIRST_SHARE, LONGER_SHARES = 0.5, {2: 1 / 6, 3: 1 / 12}  # of the episodes, for plans of one, two and three seeds
 LEAST_HOSTS = 4  # hosts on which all one-seed plans are compared
 CLOSE = 0.02  # share of the best expected objective by which a setting may be worse and still be chosen
 MOST_COVER = 6  # plans that meet further hosts, waiting included
 
-Evaluate = Callable[[Sequence[Plan], range], Tensor]  # objectives (plans, hosts) of plans on hosts, by number
+
+def search_plans(search: Search[Plan], task: Task) -> None:
+    """Run one-seed plans, then longer ones on the same hosts, then a few plans that suit most on further hosts."""
+    first = [Plan(), *(plan for plan in extensions(Plan(), task) if plan.seeds[0].germinate_at == 0)]
+    hosts = max(LEAST_HOSTS, int(FIRST_SHARE * search.budget) // len(first))
+    if len(first) * hosts > search.budget:
+        raise BadValueError(
+            f"{search.budget} episodes are too few to teach {task.name!r}: {len(first)} plans on {LEAST_HOSTS} hosts "
+            f"are {len(first) * LEAST_HOSTS}; raise --teach"
+        )
+    search.play("one seed", [first] * hosts, range(hosts))
+    for seeds, share in LONGER_SHARES.items():
+        if plans := longer_plans(search, task, seeds)[: int(share * search.budget) // hosts]:
+            search.play(f"{seeds} seeds", [plans] * hosts, range(hosts))
+    cover = covering_plans(search, hosts)
+    if more := search.left // len(cover):
+        search.play("cover", [cover] * more, search.fresh(more))
 
 
-class PlanSearch:
-    """A table of plans × hosts that grows until the episodes are spent."""
+def longer_plans(search: Search[Plan], task: Task, seeds: int) -> list[Plan]:
+    """Plans of this number of seeds, best first by the sum of what their parts gained."""
+    means = {plan: fmean(by_host.values()) for plan, by_host in search.objectives.items()}
+    alone = {plan.seeds[0]: mean for plan, mean in means.items() if len(plan.seeds) == 1}
+    predicted = {
+        frozenset(plan.seeds): (mean + alone[plan.seeds[-1]], plan)
+        for part, mean in means.items()
+        if len(part.seeds) == seeds - 1
+        for plan in extensions(part, task)
+        if plan.seeds[-1] in alone
+    }
+    return [plan for _, plan in sorted(predicted.values(), key=lambda entry: -entry[0])]
 
-    def __init__(self, evaluate: Evaluate, task: Task, episodes: int) -> None:
-        self.evaluate, self.task, self.left = evaluate, task, episodes
-        self.objectives: dict[Plan, dict[int, float]] = {}
 
-    def run(self) -> None:
-        """Run one-seed plans, then longer ones on the same hosts, then a few plans that suit most on further hosts."""
-        first = [Plan(), *(plan for plan in extensions(Plan(), self.task) if plan.seeds[0].germinate_at == 0)]
-        hosts = max(LEAST_HOSTS, int(FIRST_SHARE * self.left) // len(first))
-        if len(first) * hosts > self.left:
-            raise BadValueError(
-                f"{self.left} episodes are too few to teach {self.task.name!r}: {len(first)} plans on {LEAST_HOSTS} "
-                f"hosts are {len(first) * LEAST_HOSTS}; raise --teach"
-            )
-        longer = int(LONGER_SHARE * self.left)
-        self._try(first, range(hosts))
-        for seeds in (2, 3):
-            share = longer * 2 // 3 if seeds == 2 else longer // 3
-            if plans := self._longer(seeds)[: share // hosts]:
-                self._try(plans, range(hosts))
-        cover = self._cover(hosts)
-        self._try(cover, range(hosts, hosts + self.left // len(cover)))
-
-    def _longer(self, seeds: int) -> list[Plan]:
-        """Plans of this number of seeds, best first by the sum of what their parts gained."""
-        parts = [plan for plan in self.objectives if len(plan.seeds) == seeds - 1]
-        alone = {plan.seeds[0]: self._mean(plan) for plan in self.objectives if len(plan.seeds) == 1}
-        predicted = {
-            frozenset(plan.seeds): (self._mean(part) + alone[plan.seeds[-1]], plan)
-            for part in parts
-            for plan in extensions(part, self.task)
-            if plan.seeds[-1] in alone
-        }
-        return [plan for _, plan in sorted(predicted.values(), key=lambda entry: -entry[0])]
-
-    def _mean(self, plan: Plan) -> float:
-        values = self.objectives[plan].values()
-        return sum(values) / len(values)
-
-    def _cover(self, hosts: int) -> list[Plan]:
-        """Waiting, and the plans that add most to the mean over hosts of the best plan of each host."""
-        table = torch.tensor([[row[host] for host in range(hosts)] for row in self.objectives.values()])
-        plans, chosen = list(self.objectives), [0]  # waiting was tried first
-        while len(chosen) < min(MOST_COVER, len(plans)):
-            best = table[chosen].max(0).values
-            totals = torch.maximum(table, best).mean(1)
-            totals[chosen] = -torch.inf
-            chosen.append(int(totals.argmax()))
-        return [plans[index] for index in chosen]
-
-    def _try(self, plans: Sequence[Plan], hosts: range) -> None:
-        if not plans or not len(hosts):
-            return
-        self.left -= len(plans) * len(hosts)
-        for plan, row in zip(plans, self.evaluate(plans, hosts), strict=True):
-            self.objectives.setdefault(plan, {}).update(zip(hosts, row.tolist(), strict=True))
+def covering_plans(search: Search[Plan], hosts: int) -> list[Plan]:
+    """Waiting, and the plans that add most to the mean over the first hosts of the best plan of each host."""
+    plans = list(search.objectives)
+    table = torch.tensor([[search.objectives[plan][host] for host in range(hosts)] for plan in plans])
+    chosen = [plans.index(Plan())]
+    while len(chosen) < min(MOST_COVER, len(plans)):
+        totals = torch.maximum(table, table[chosen].max(0).values).mean(1)
+        totals[chosen] = -torch.inf
+        chosen.append(int(totals.argmax()))
+    return [plans[index] for index in chosen]
 
 
 class Lessons(NamedTuple):
@@ -125,7 +108,8 @@ class Lessons(NamedTuple):
 def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:
     """The recorded episodes of all tasks in the columns of the agent."""
     parts, objectives, hosts = [], [], []
-    for number, (_, records) in enumerate(Records.open(folder, several_tasks=True).by_task().items()):
+    for number, name in enumerate(config.tasks):
+        records = Records.open(folder / name)
         episodes, header = records.episodes(), records.header
         parts.append(from_episodes(episodes, header, reward=config.reward, layout=agent.layout))
         objectives.append(episodes.objective(header, config.reward.rho))
@@ -244,16 +228,9 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
 
 def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:
     """Search plans for every task of a run with equal shares of the episodes, and record all of them."""
-    episodes = config.teach.episodes // len(config.tasks)
-    with (
-        progress_bar("searching plans", config.teach.episodes, shown=progress) as advance,
-        run_with(workers) as run_all,
-    ):
+    total, preset = config.teach.episodes, head_preset(config.preset).name
+    with progress_bar("searching plans", total, shown=progress) as advance, run_with(workers) as run_all:
         for name in config.tasks:
-            preset = head_preset(config.preset).name
-            trials = Trials(name, "schedule", preset, config.seed, config.device, config.data_dir, records)
-
-            def evaluate(plans: Sequence[Plan], hosts: range, trials: Trials = trials) -> Tensor:
-                return torch.tensor(trials(run_all, workers, advance, plans, hosts))
-
-            PlanSearch(evaluate, get_task(name), episodes).run()
+            trials = Trials(name, "schedule", preset, config.seed, config.device, config.data_dir, records / name)
+            evaluate = partial(trials, run_all, workers, advance)
+            search_plans(Search(evaluate, total // len(config.tasks), config.seed), get_task(name))
