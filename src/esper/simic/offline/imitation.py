@@ -7,7 +7,6 @@ The loss of a step is the cross-entropy of its action, over the heads that it us
 The same loss extracts a policy in implicit Q-learning, with weights from advantages.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +20,9 @@ from esper.simic.agent import NotFiniteError, PPOAgent, PPOConfig
 from esper.simic.offline.networks import windowed
 from esper.simic.offline.transitions import PackedSteps, Transitions
 from esper.tamiyo import ActionTable, Decision, NetworkConfig, ObservationLayout
+
+CHUNK = 8192  # steps whose statistics are computed at once
+EPISODES_AT_ONCE = 256  # episodes that are judged at once
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ def evaluate_steps(agent: PPOAgent, steps: PackedSteps, *, likeliest: bool = Fal
 def new_agent(
     table: ActionTable, layout: ObservationLayout, network: NetworkConfig, data: Transitions, rng_seed: int
 ) -> PPOAgent:
-    """An untrained agent with the statistics of these observations, frozen."""
+    """An untrained agent with the statistics of these observations, frozen. Steps of weight 0 do not count."""
     agent = PPOAgent(table, layout, PPOConfig(network=network), rng_seed=rng_seed)
-    flat = data.observations.flatten(0, 1)
-    agent.observations.update(flat, layout.counted(flat))
+    for some in data.observations[data.weights > 0].split(CHUNK):
+        agent.observations.update(some, layout.counted(some))
     agent.observations.freeze()
     return agent
 
@@ -95,10 +97,12 @@ def imitate(
     config = config if config is not None else ImitationConfig()
     generator = torch.Generator().manual_seed(rng_seed)
     seen, unseen = divide_hosts(data, config.held_out, generator)
+    if not float(seen.weights.sum()) > 0:
+        raise BadValueError("all steps have weight 0, so there is nothing to imitate; give some a positive weight")
     agent = new_agent(table, layout, config.network, seen, rng_seed)
     trainer = ActorTrainer(agent, config)
+    total = float(seen.weights.sum()) / -(-seen.n_episodes // config.batch)  # of an average minibatch
     for _ in range(config.epochs):
-        total = float(seen.weights.sum()) / -(-seen.n_episodes // config.batch)
         for steps in seen.minibatches(config.batch, generator):
             trainer.step(steps, steps.weights / total)
         trainer.end_epoch()
@@ -125,7 +129,7 @@ class ActorTrainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def end_epoch(self) -> None:
         """Lower the learning rate."""
@@ -136,21 +140,21 @@ class ActorTrainer:
 def accuracy(agent: PPOAgent, data: Transitions) -> dict[str, float]:
     """By head: the weighted share of decisions in which the agent's likeliest action agrees with the recorded one.
 
-    `joint` counts whole actions. A head that never decided is omitted.
+    A head agrees if it and all earlier ones do, because later choices depend on earlier ones. `joint` counts whole
+    actions. A head that never decided is omitted.
     """
-    steps = data.packed(data.sequences(), range(data.n_episodes))
-    decided = evaluate_steps(agent, steps).decided
-    equal = evaluate_steps(agent, steps, likeliest=True).actions == steps.actions
-    columns: Mapping[str, tuple[Tensor, Tensor]] = {
-        "joint": ((equal | ~decided).all(-1), decided.any(-1)),
-        **{name: (equal[:, i], decided[:, i]) for i, name in enumerate(agent.table.names)},
-    }
-    weights = {name: steps.weights * used for name, (_, used) in columns.items()}
-    return {
-        name: float((weights[name] * right).sum() / weights[name].sum())
-        for name, (right, _) in columns.items()
-        if float(weights[name].sum()) > 0
-    }
+    names, sequences = ("joint", *agent.table.names), data.sequences()
+    right, total = (torch.zeros(len(names), dtype=torch.float64) for _ in range(2))
+    for rows in torch.arange(data.n_episodes).split(EPISODES_AT_ONCE):
+        steps = data.packed(sequences, rows.tolist())
+        recorded = evaluate_steps(agent, steps)
+        equal = evaluate_steps(agent, steps, likeliest=True).actions == steps.actions
+        agrees = (equal | ~recorded.causal).cummin(-1).values
+        decided = torch.cat([recorded.decided.any(-1, keepdim=True), recorded.decided], -1)
+        weights = steps.weights[:, None] * decided
+        right += (weights * torch.cat([agrees[:, -1:], agrees], -1)).sum(0)
+        total += weights.sum(0)
+    return {name: float(right[i] / total[i]) for i, name in enumerate(names) if total[i] > 0}
 
 
 def divide_hosts(
