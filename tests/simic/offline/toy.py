@@ -17,6 +17,7 @@ from esper.simic.agent import PPOAgent
 from esper.simic.offline.transitions import Transitions
 from esper.tamiyo import ActionTable, vector_layout
 from esper.tamiyo.heads import ActionHead
+from esper.tamiyo.memory import HiddenState
 
 LIGHTS, STEPS, DELAY, OPEN = 4, 8, 2, 0.8
 WAIT, PRESS, CHARGE = range(3)
@@ -142,7 +143,7 @@ def _draw(mask: Tensor, uniform: Tensor) -> Tensor:
 
 def learned(agent: PPOAgent, *, greedy: bool = False) -> Player:
     """An agent as a player, for one call of `play`."""
-    states = []
+    states: list[HiddenState] = []  # none before the first step
 
     def act(view: View) -> Tensor:
         state = states.pop() if states else agent.network.initial_state(len(view.due))

@@ -47,7 +47,9 @@ class Dagger(NamedTuple):
     """The last learner, and how often each one agreed with the teacher."""
 
     imitation: Imitation
-    agreement: list[dict[str, float]]  # by round and head, in the states that the learner visited, before it learnt them
+    agreement: list[
+        dict[str, float]
+    ]  # by round and head, in the states that the learner visited, before it learnt them
 
 
 def dagger(

@@ -52,6 +52,11 @@ class Episodes(NamedTuple):
     host_seed: Tensor  # (E,) long
     round: Tensor  # (E,) long; −1 outside of training
 
+    def part(self, rows: Tensor) -> "Episodes":
+        """Some episodes, by number."""
+        masks = {name: mask[rows] for name, mask in self.masks.items()}
+        return Episodes(masks=masks, **{name: value[rows] for name, value in self._asdict().items() if name != "masks"})
+
     def objective(self, header: RecordHeader, rho: float) -> Tensor:
         """(E,): gain of the hardened host minus the rent of its fossils."""
         return self.final_gain - rent(self.fossil_parameters[:, -1], header.host_parameters, rho)

@@ -124,7 +124,7 @@ class ActorTrainer:
         """Learn from a minibatch with these weights (steps,), already normalised; returns its loss."""
         loss = imitation_loss(evaluate_steps(self.agent, steps), weights)
         if not bool(loss.isfinite()):
-            raise NotFiniteError(f"the imitation loss is {float(loss)}; check the weights of the steps")
+            raise NotFiniteError(f"the imitation loss is {float(loss.detach())}; check the weights of the steps")
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)

@@ -8,7 +8,6 @@ No action that was not recorded is ever judged. Values do not depend on the poli
 `imitate` learns the policy from the weighted steps. Rewards are divided by the deviation of the returns.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,8 +23,9 @@ from esper.simic.offline.imitation import EPISODES_AT_ONCE, Imitation, Imitation
 from esper.simic.offline.networks import QNetwork, VNetwork, windowed
 from esper.simic.offline.transitions import PackedSteps, Transitions
 from esper.tamiyo import ActionTable, NetworkConfig, ObservationLayout
+from esper.tamiyo.encoder import Stretches
 
-Normalise = Callable[[Tensor], Tensor]
+Inputs = tuple[Tensor, Stretches, int]  # of a value function: normalised observations, in packed order
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,7 @@ def iql(
         advance(1)
     advantages = values.advantages()
     weights = data.weights * advantage_weights(advantages, config.temperature, config.most)
-    learned = imitate(
-        data._replace(weights=weights), table, layout, config.policy, rng_seed=rng_seed, advance=advance
-    )
+    learned = imitate(data._replace(weights=weights), table, layout, config.policy, rng_seed=rng_seed, advance=advance)
     share = weights.sum().square() / (weights.square().sum() * (data.weights > 0).sum())
     return IQL(learned, losses, advantages, float(share))
 
@@ -156,7 +154,7 @@ class ValueFunctions:
         q_losses = [_mean((q(*inputs, steps.actions) - targets).square(), counted & known) for q in self.q]
         loss = v_loss + torch.stack(q_losses).sum()
         if not bool(loss.isfinite()):
-            raise NotFiniteError(f"the loss of the values is {float(loss)}; check the rewards of the records")
+            raise NotFiniteError(f"the loss of the values is {float(loss.detach())}; check the rewards of the records")
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.weights, config.clip_norm)
@@ -174,10 +172,10 @@ class ValueFunctions:
             result.view(-1)[steps.cells] = self._least(inputs, steps.actions) - self.v(*inputs)
         return result
 
-    def _inputs(self, steps: PackedSteps) -> tuple[Tensor, ...]:
+    def _inputs(self, steps: PackedSteps) -> Inputs:
         return self.normalise(steps.observations), steps.stretches, steps.n_sequences
 
-    def _least(self, inputs: tuple[Tensor, ...], actions: Tensor) -> Tensor:
+    def _least(self, inputs: Inputs, actions: Tensor) -> Tensor:
         """(steps,): the lower of the two slow Qs."""
         return torch.stack([q(*inputs, actions) for q in self.slow]).amin(0)
 
