@@ -113,9 +113,7 @@ def some(count: int, steps: int, first_group: int = 0) -> Transitions:
     ends[:, -1] = True
     rewards = torch.arange(float(count * steps)).view(count, steps)
     nothing = torch.zeros_like(ends)
-    return data._replace(
-        rewards=rewards, terminated=ends, truncated=nothing, groups=first_group + torch.arange(count)
-    )
+    return data._replace(rewards=rewards, terminated=ends, truncated=nothing, groups=first_group + torch.arange(count))
 
 
 def test_shorter_episodes_are_filled_up() -> None:
