@@ -22,7 +22,7 @@ from esper.leyline.records import encode
 from esper.simic.agent.policy import write_policy
 from esper.simic.evaluation.behaviour import Behaviour, parse_policies, record_behaviour
 from esper.simic.evaluation.comparison import EvaluationReport, run_comparisons
-from esper.simic.evaluation.policies import EvaluationConfig, short_names
+from esper.simic.evaluation.policies import EvaluationConfig
 from esper.simic.evaluation.workers import run_with
 from esper.simic.offline.iql import IQLConfig, iql
 from esper.simic.offline.records import Records
@@ -58,7 +58,7 @@ def learn(records: Path, folder: Path, config: IQLConfig, rng_seed: int) -> Path
 def rows_of(report: EvaluationReport, learner: str) -> list[list[object]]:
     """A row per policy: means, and how much better the learner is."""
     (comparison,) = report.tasks.values()
-    names, task = short_names(comparison.policies), get_task(comparison.config.task)
+    task = get_task(comparison.config.task)
     differences = {claim.against: claim for claim in comparison.claims if claim.policy == learner}
     rows: list[list[object]] = []
     for name, results in comparison.policies.items():
@@ -68,7 +68,7 @@ def rows_of(report: EvaluationReport, learner: str) -> list[list[object]]:
             shown = f"{gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})" + (" superior" if claim.superior else "")
         rows.append(
             [
-                names[name],
+                "iql" if name == learner else name,
                 spread([fmean(result.objective) for result in results]),
                 fmean(gain for result in results for gain in result.gains(task)),
                 f"{fmean(len(fossils) for result in results for fossils in result.fossils):.2f}",
@@ -136,7 +136,7 @@ def main() -> None:
     (comparison,) = report.tasks.values()
     episodes = f"{arguments.episodes} episodes of each"
     header = ["policy", "objective", "gain", "commits", "iql − it (95 %)"]
-    print_table(f"{comparison.title}, from {episodes}", header, rows_of(report, learner))
+    print_table(f"{comparison.title}; {arguments.seeds} learners, {episodes}", header, rows_of(report, learner))
     name = f"iql_growth_{arguments.task}" + ("_final" if arguments.final else "")
     path = write_result(name, {"settings": settings, **_renamed(report.to_json(), learner)}, arguments.out)
     print(f"\n{path}")

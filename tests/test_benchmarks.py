@@ -98,24 +98,12 @@ def test_audition(tmp_path: Path) -> None:
 def test_iql_growth(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """At its smallest: a row per policy, the differences in the JSON; what is done is not done again."""
     quick_config()
-    sizes = [
-        "--task",
-        QUICK,
-        "--episodes",
-        "4",
-        "--seeds",
-        "2",
-        "--hosts",
-        "2",
-        "--epochs",
-        "1",
-        "--policy-epochs",
-        "1",
-    ]
+    sizes = [f"--{name}=1" for name in ("epochs", "policy-epochs")] + [f"--{name}=2" for name in ("seeds", "hosts")]
+    sizes += ["--task", QUICK, "--episodes", "4"]
     folders = ["--folder", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]
     printed = run_here("iql_growth", *sizes, *folders)
     rows = [line.split()[0] for line in printed.splitlines() if "±" in line]
-    assert rows == ["iql-", "random", "heuristic"]
+    assert rows == ["iql", "random", "heuristic"]
     written = json.loads((tmp_path / "out" / f"iql_growth_{QUICK}.json").read_text())
     assert set(written["policies"]) == {"iql", "random", "heuristic"}
     assert [(each["policy"], each["against"]) for each in written["differences"]] == [

@@ -35,11 +35,11 @@ def test_expectile_loss_by_hand() -> None:
 def test_what_an_expectile_is() -> None:
     """Of 0 and 1, equally often, at τ = 0.8: 0.8 · (1 − v) = 0.2 · v, so v = 0.8."""
     v = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.SGD([v], lr=0.05)
     for _ in range(400):
-        v.grad = None
+        optimizer.zero_grad()
         expectile_loss(torch.tensor([0.0, 1.0]) - v, 0.8).sum().backward()
-        assert v.grad is not None
-        v.data -= 0.05 * v.grad
+        optimizer.step()
     assert float(v.detach()) == pytest.approx(0.8, abs=1e-3)
 
 
@@ -157,7 +157,7 @@ def values(data: Transitions, **changes: object) -> Tensor:
         functions.epoch(generator)
     steps = data.packed(data.sequences(), range(data.n_episodes))
     with torch.no_grad():
-        found = functions.v(*functions._inputs(steps)) * return_deviation(data, config.gamma)
+        found: Tensor = functions.v(*functions._inputs(steps)) * return_deviation(data, config.gamma)
     return found[steps.cells.argsort()].view(data.rewards.shape)
 
 
