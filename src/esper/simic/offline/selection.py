@@ -9,9 +9,9 @@ from torch import Tensor
 
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_known, require_positive
-from esper.simic.offline.episodes import Episodes, RecordHeader
+from esper.simic.offline.episodes import RecordHeader
 from esper.simic.offline.records import Records
-from esper.simic.offline.transitions import Transitions, from_episodes
+from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.rewards import RewardConfig
 
 Weighting = Literal["none", "objective"]
@@ -34,27 +34,32 @@ def select_transitions(
     weighting: Weighting = "none",
     beta: float = 1.0,
 ) -> Selection:
-    """Read the episodes of some policies, or of all, from record files of one task into memory."""
+    """Read the episodes of some policies, or of all, from record files of one task into memory.
+
+    Weighting by `objective`: the softmax of objective / β over the episodes of each host, so that every host counts
+    alike.
+    """
+    require_positive("beta", beta)
     reward = reward or RewardConfig()
     records = Records.open(paths, task=task)
     for name in policies:
         require_known("recorded policy", name, records.policies)
-    episodes, header = records.episodes(), records.header
-    if policies:
-        numbers = torch.tensor([records.policies.index(name) for name in policies])
-        episodes = episodes.part(torch.isin(episodes.policy, numbers).nonzero().squeeze(1))
-    counts = {name: int((episodes.policy == number).sum()) for number, name in enumerate(records.policies)}
+    wanted = torch.tensor([records.policies.index(name) for name in policies or records.policies])
+    parts, numbers, objectives = [], [], []
+    for episodes in records.in_order():
+        chosen = episodes.part(torch.isin(episodes.policy, wanted).nonzero().squeeze(1))
+        parts.append(from_episodes(chosen, records.header, reward=reward))
+        numbers.append(chosen.policy)
+        objectives.append(chosen.objective(records.header, reward.rho))
+    played = torch.cat(numbers)
+    counts = {name: int((played == number).sum()) for number, name in enumerate(records.policies)}
     if empty := [name for name in policies if not counts[name]]:
         raise BadValueError(f"{_listed(paths)} name the policy {empty[0]!r} but hold no episode of it; omit it")
-    weights = None if weighting == "none" else host_weights(episodes, header, reward.rho, beta)
-    data = from_episodes(episodes, header, reward=reward, weights=weights)
-    return Selection(data, header, {name: count for name, count in counts.items() if count})
-
-
-def host_weights(episodes: Episodes, header: RecordHeader, rho: float, beta: float) -> Tensor:
-    """(E,): the softmax of objective / β over the episodes of each host, so that every host counts alike."""
-    require_positive("beta", beta)
-    return softmax_by_group(episodes.objective(header, rho) / beta, episodes.host_seed)
+    data = join(parts)
+    if weighting == "objective":
+        weights = softmax_by_group(torch.cat(objectives) / beta, data.groups)
+        data = data._replace(weights=data.weights * weights[:, None])
+    return Selection(data, records.header, {name: count for name, count in counts.items() if count})
 
 
 def softmax_by_group(values: Tensor, groups: Tensor) -> Tensor:
