@@ -36,17 +36,17 @@ class IQLConfig:
     """Sizes of the value functions."""
     gamma: float = DEFAULT_GAMMA
     """Discount; that of the rewards."""
-    expectile: float = 0.8
+    expectile: float = 0.7
     """Which of the recorded actions a state is valued by: 0.5 is their mean, 1 would be the best of them."""
-    temperature: float = 0.3
+    temperature: float = 0.05
     """Advantage for which an action weighs e times as much."""
     most: float = 100.0
     """Largest weight of a step."""
-    averaging: float = 0.02
+    averaging: float = 0.05
     """Share by which the slow averages of Q move to Q in each step."""
     epochs: int = 40
-    """Passes over the episodes for the values."""
-    batch: int = 64
+    """Passes over the episodes for the values. More fit the luck of single episodes."""
+    batch: int = 32
     """Episodes per minibatch."""
     rate: float = 1e-3
     """Adam's learning rate for the values; it falls linearly to a tenth."""
@@ -54,7 +54,7 @@ class IQLConfig:
     """Weight decay of the value functions."""
     clip_norm: float = 1.0
     """Global norm at which their gradients are clipped."""
-    policy: ImitationConfig = field(default_factory=ImitationConfig)
+    policy: ImitationConfig = field(default_factory=lambda: ImitationConfig(epochs=30, batch=32))
     """How the policy learns from the weighted steps."""
 
     def __post_init__(self) -> None:
