@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bench import BENCHMARKS, run_script
+from simic.training.tiny import QUICK, quick_config
 from sklearn.datasets import load_digits
 
 from esper.leyline import BadValueError
@@ -91,6 +92,32 @@ def test_audition(tmp_path: Path) -> None:
     assert written["trials"]["r1c0 depthwise"][0]["audition"] != written["trials"]["r1c0 norm"][0]["audition"]
     assert {"cpu", "torch", "threads", "date"} <= set(written["machine"])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_iql_growth(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """At its smallest: a row per policy, the differences in the JSON; what is done is not done again."""
+    quick_config()
+    sizes = [f"--{name}=1" for name in ("epochs", "policy-epochs")] + [f"--{name}=2" for name in ("seeds", "hosts")]
+    sizes += ["--task", QUICK, "--episodes", "4"]
+    folders = ["--folder", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]
+    printed = run_here("iql_growth", *sizes, *folders)
+    rows = [line.split()[0] for line in printed.splitlines() if "±" in line]
+    assert rows == ["iql", "random", "heuristic"]
+    written = json.loads((tmp_path / "out" / f"iql_growth_{QUICK}.json").read_text())
+    assert set(written["policies"]) == {"iql", "random", "heuristic"}
+    assert [(each["policy"], each["against"]) for each in written["differences"]] == [
+        ("iql", "random"),
+        ("iql", "heuristic"),
+    ]
+    assert [len(each["objective"]) for each in written["policies"]["iql"]["by_seed"]] == [2, 2]
+    assert written["settings"]["iql"]["epochs"] == 1
+    assert str(tmp_path) not in json.dumps(written)
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    assert run_here("iql_growth", *sizes, *folders) == printed
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    with pytest.raises(BadValueError, match=r"holds \(task, preset, episodes\) .* name another --folder"):
+        run_here("iql_growth", *sizes, *folders, "--episodes", "5")
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ SMALLER = {
     "train": {"--rounds": "2", "--hosts": "8"},
     "evaluate": {"--hosts": "4"},
     "tune": {"--episodes": "40"},
+    "offline record": {"--episodes": "4", "--workers": "1"},
+    "offline imitate": {"--epochs": "2"},
+    "offline iql": {"--epochs": "2", "--policy-epochs": "2"},
 }
 """Subcommand → flags that are set to this, whether the page names them or not."""
 EXTRAS = {"--tensorboard": "tensorboard", "--wandb": "wandb"}
@@ -42,7 +45,8 @@ def reduced(words: list[str]) -> list[str]:
     arguments = words[1:]
     if "--resume" in arguments:
         return arguments
-    for flag, value in SMALLER.get(arguments[0], {}).items():
+    name = " ".join(arguments[:2]) if arguments[0] == "offline" else arguments[0]
+    for flag, value in SMALLER.get(name, {}).items():
         if flag in arguments:
             arguments[arguments.index(flag) + 1] = value
         else:
@@ -55,6 +59,7 @@ def test_reduced() -> None:
     assert reduced(["esper", "train", "--hosts", "32"]) == ["train", "--hosts", "8", "--rounds", "2"]
     assert reduced(["esper", "train", "--resume", "runs/a"]) == ["train", "--resume", "runs/a"]
     assert reduced(["esper", "tasks"]) == ["tasks"]
+    assert reduced(["esper", "offline", "imitate", "a"]) == ["offline", "imitate", "a", "--epochs", "2"]
 
 
 def grow(folder: str) -> None:

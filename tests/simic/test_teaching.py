@@ -13,9 +13,9 @@ from simic.training.tiny import quick_config
 from esper.leyline import BadValueError, LifecycleOp
 from esper.simic import teaching
 from esper.simic.agent import PPOAgent, PPOConfig
-from esper.simic.offline.imitation import ImitationConfig, evaluate_steps
+from esper.simic.offline.imitation import evaluate_steps
 from esper.simic.offline.transitions import Transitions
-from esper.simic.teaching import Lessons, choose, expected_objectives, plan_weights, search_plans, teach
+from esper.simic.teaching import Lessons, choose, expected_objectives, imitate_plans, plan_weights, search_plans, teach
 from esper.simic.training.config import TeachConfig, TrainConfig, taught_config
 from esper.simic.training.trainer import Trainer
 from esper.simic.tuning import Search
@@ -133,10 +133,9 @@ def test_the_expected_objective_of_a_policy_that_chooses_evenly() -> None:
 
 def test_a_policy_learns_which_plan_suits_which_host() -> None:
     """Objectives scatter by 4 points between hosts, and one kind of host needs nothing."""
-    config = TeachConfig(1, imitation=ImitationConfig(epochs=30))
     noisy, agent = lessons(30, noise=4.0), student()
-    best = choose(config, agent, noisy, 0, lambda amount, words="": None)[0]
-    taught = teaching._imitate(config.imitation, agent, noisy, best.beta, 0, lambda amount, words="": None)
+    best = choose(TeachConfig(1, epochs=30), agent, noisy, 0)[0]
+    taught = imitate_plans(agent, noisy, best.beta, 30, 0)
     taught.network.sharpen(best.sharpness)
     clean = lessons(3)
     expected = expected_objectives(taught, clean)
@@ -153,8 +152,7 @@ def test_among_equals_the_least_sharp_is_chosen(monkeypatch: pytest.MonkeyPatch)
     worth = {1.0: 9.5, 3.0: 9.9, 10.0: 10.0}
     sharpness = iter([1.0, 3.0, 10.0] * 3)
     monkeypatch.setattr(teaching, "expected_objectives", lambda *_: torch.tensor([worth[next(sharpness)]]))
-    config = TeachConfig(1, betas=(1.0,), imitation=ImitationConfig(epochs=1))
-    choices = choose(config, student(), lessons(6), 0, lambda amount, words="": None)
+    choices = choose(TeachConfig(1, betas=(1.0,), epochs=1), student(), lessons(6), 0)
     assert [choice.sharpness for choice in choices] == [3.0, 10.0, 1.0]
 
 
@@ -176,7 +174,7 @@ def test_sharpening_multiplies_log_odds() -> None:
 def tiny_taught(rounds: int) -> TrainConfig:
     """A quick run that begins with teaching."""
     quick, taught = quick_config(rounds), taught_config(90)
-    settings = replace(taught.teach, betas=(1.0,), sharpness=(3.0,), folds=2, imitation=ImitationConfig(epochs=2))
+    settings = replace(taught.teach, betas=(1.0,), sharpness=(3.0,), folds=2, epochs=2)
     ppo = replace(taught.ppo, critic_first=1, leash=0.5)
     return replace(quick, preset="commit", teach=settings, ppo=ppo)
 

@@ -120,14 +120,33 @@ def test_minds_the_cost_of_an_offer() -> None:
     assert situation.decide(HeuristicConfig(choice="worth"), stale=2) == (GERMINATE, 0, 1)
 
 
-def test_does_not_try_the_same_offer_twice() -> None:
+@pytest.mark.parametrize("followed", [True, False])
+def test_does_not_try_the_same_offer_twice(followed: bool) -> None:
+    """Unless nothing was germinated, because a learner that it advises did something else. It need not see the seed,
+    which a panic may have cut in the same step."""
     policy = HeuristicTamiyo(CORE, SLOTS, HeuristicConfig(patience=0))
     situation = Situation().offers({(1, 1): 1.0, (1, 0): 0.9}, {})
     state, found = policy.initial_state([0]), []
-    for _ in range(2):
-        actions, state = policy.act(a_view(situation.signals, situation.masks), state, torch.zeros(1, 3))
-        found.append(actions[0].tolist())
-    assert found == [[GERMINATE, 1, 1], [GERMINATE, 1, 0]]
+    for seeds in range(3):
+        slots = situation.signals.slots
+        slots = slots._replace(tried=torch.tensor([[0, seeds if followed else 0, 0]]))
+        signals = situation.signals._replace(slots=slots)
+        actions, state = policy.act(a_view(signals, situation.masks), state, torch.zeros(1, 3))
+        found.append(actions[0, 1:].tolist())
+    assert found[:2] == ([[1, 1], [1, 0]] if followed else [[1, 1]] * 2)
+    assert (found[2] in found[:2]) is not followed
+
+
+def test_does_not_try_an_offer_that_another_has_tried() -> None:
+    """A learner that it advises germinated a conv on its own, and pruned it."""
+    policy = HeuristicTamiyo(CORE, SLOTS, HeuristicConfig(patience=0))
+    state = policy.initial_state([0])
+    offers = {(1, 1): 1.0, (2, 0): 0.9}
+    growing = Situation().offers(offers, {}).slot(1, TRAINING, 1, 0.0, 1.0)
+    _, state = policy.act(a_view(growing.signals, growing.masks), state, torch.zeros(1, 3))
+    empty = Situation().offers(offers, {})
+    actions, _ = policy.act(a_view(empty.signals, empty.masks), state, torch.zeros(1, 3))
+    assert actions[0].tolist() == [GERMINATE, 2, 0]
 
 
 def test_does_not_germinate_too_late() -> None:

@@ -106,6 +106,9 @@ def test_only_present_slots_count() -> None:
     flat = Translation(SLOTS, layout).features(scene())
     _, slots, offers, _ = layout.split(layout.counted(flat).float())
     assert slots[..., 0].sum(-1).tolist() == offers[..., 0, 0].sum(-1).tolist() == [3.0] * 5
+    _, slots, offers, _ = layout.split(flat)
+    assert not slots[:, 3:].any(), "padding has neither a stage nor a blueprint"
+    assert not offers[:, 3:].any()
 
 
 def test_hosts_that_do_not_fit() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "train": "Train a controller on fresh hosts.",
     "tune": "Search a fixed plan or the heuristic's thresholds.",
     "evaluate": "Compare policies on unseen hosts.",
+    "offline": "Record policies, imitate records, learn from their rewards.",
     "report": "Write a run as one HTML page.",
     "query": "Query a run with SQL.",
 }

@@ -19,7 +19,7 @@ from esper.leyline import OTHER_RHOS, BadValueError
 from esper.leyline.numbers import CLAIM_SEEDS
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
-from esper.simic.evaluation.policies import EvaluationConfig, short_names
+from esper.simic.evaluation.policies import EvaluationConfig, preset_of, short_names
 from esper.simic.evaluation.results import overall_mean
 from esper.simic.evaluation.statistics import Claim
 from esper.simic.training.run_folder import git_hash
@@ -121,8 +121,8 @@ class EvaluateCommand:
     """Folder for intermediate results. Run the same command again to resume."""
     record: Path | None = None
     """Folder for records of every transition, for offline learning. Yardsticks are not recorded."""
-    preset: str = "core"
-    """Heads and ops of the policies, core, commit or full, as in training."""
+    preset: str | None = None
+    """Heads and ops of the policies: core, commit or full (default: as the learned ones were trained, else core)."""
     isolation: Literal["shadow", "straight_through"] = "shadow"
     """How seeds in TRAINING learn, as in training."""
     final: bool = False
@@ -141,7 +141,8 @@ class EvaluateCommand:
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise BadValueError(f"--picture {self.picture} must end in {' or '.join(PICTURES)}")
         tasks, policies = ([name.strip() for name in names.split(",")] for names in (self.task, self.policies))
-        hosts = (self.hosts, self.seed, self.preset, self.final, self.isolation, self.device, self.data_dir)
+        preset = preset_of(policies) if self.preset is None else self.preset
+        hosts = (self.hosts, self.seed, preset, self.final, self.isolation, self.device, self.data_dir)
         config = EvaluationConfig(tasks[0], *hosts)
         report = run_comparisons(
             tasks,

@@ -7,7 +7,7 @@ from esper.grower.records import OPS, Action, GrowthReport
 from esper.grower.rules import heuristic
 from esper.leyline import BadValueError, HeadPreset, SlotConfig, UnknownNameError, head_preset
 from esper.simic.agent.policy import check_heads, fit_policy
-from esper.simic.training.policy_files import open_policy
+from esper.simic.training.policy_files import PRETRAINED, is_policy, open_policy
 from esper.tamiyo import Policy, growth_table
 from esper.tamiyo.policies import RandomPolicy
 
@@ -17,14 +17,9 @@ RULES: dict[str, OwnPolicy] = {"heuristic": heuristic, "wait": lambda report: No
 
 def check_policy(policy: str | Path | OwnPolicy) -> None:
     """Raise for a policy that does not exist."""
-    if policy == "pretrained":
-        raise BadValueError(
-            'policy="pretrained" needs a controller that is shipped with Esper, and none is yet: use "heuristic", or '
-            "the folder of a run that you trained with `esper train`"
-        )
-    if not (callable(policy) or policy in (*RULES, "random") or Path(policy).exists()):
+    if not (callable(policy) or policy in (*RULES, "random") or is_policy(Path(policy))):
         raise UnknownNameError(
-            "policy", str(policy), [*RULES, "random", "the folder of a run", "a policy file", "a function"]
+            "policy", str(policy), [*RULES, "random", PRETRAINED, "the folder of a run", "a policy file", "a function"]
         )
 
 

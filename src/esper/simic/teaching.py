@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import BadValueError, LifecycleOp, head_preset
-from esper.leyline.progress import Advance, progress_bar
+from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.agent import PPOAgent
 from esper.simic.evaluation.workers import run_with
@@ -159,7 +159,9 @@ class Choice:
     objective: float
 
 
-def choose(config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int, advance: Advance) -> list[Choice]:
+def choose(
+    config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int, advance: Advance = ignore
+) -> list[Choice]:
     """All settings by cross-validation over hosts, best first.
 
     Among those that are nearly as good as the best, the least sharp comes first: PPO needs something to choose from.
@@ -170,7 +172,7 @@ def choose(config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int
     found: dict[tuple[float, float], list[Tensor]] = {pair: [] for pair in product(config.betas, config.sharpness)}
     for beta, fold in product(config.betas, range(config.folds)):
         seen, unseen = (lessons.part(chosen.nonzero().squeeze(1)) for chosen in (folds != fold, folds == fold))
-        student = _imitate(config.imitation, agent, seen, beta, rng_seed, advance)
+        student = imitate_plans(agent, seen, beta, config.epochs, rng_seed, advance)
         before = 1.0
         for sharpness in sorted(config.sharpness):
             student.network.sharpen(sharpness / before)
@@ -182,18 +184,14 @@ def choose(config: TeachConfig, agent: PPOAgent, lessons: Lessons, rng_seed: int
     return sorted(choices, key=lambda choice: (choice.objective < good, choice.sharpness, -choice.objective))
 
 
-def _imitate(
-    config: ImitationConfig,
-    like: PPOAgent,
-    lessons: Lessons,
-    beta: float,
-    rng_seed: int,
-    advance: Advance,
+def imitate_plans(
+    like: PPOAgent, lessons: Lessons, beta: float, epochs: int, rng_seed: int, advance: Advance = ignore
 ) -> PPOAgent:
     """An agent like another that learned these lessons."""
     student = PPOAgent(like.table, like.layout, like.config, tasks=len(like.returns.statistics.mean), rng_seed=rng_seed)
     data = lessons.weighted(beta)
     set_statistics(student, data)
+    config = ImitationConfig(like.config.network, epochs)
     fit_actor(student, data, config, torch.Generator().manual_seed(rng_seed), advance)
     return student
 
@@ -207,12 +205,11 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
     shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
     search_all(config, teaching / RECORDS, workers, progress=progress)
     lessons = read_lessons(config, agent, teaching / RECORDS)
-    epochs = settings.imitation.epochs
-    total = epochs * (len(settings.betas) * settings.folds + 1)
+    total = settings.epochs * (len(settings.betas) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
         choices = choose(settings, agent, lessons, config.seed, advance)
         best = choices[0]
-        student = _imitate(settings.imitation, agent, lessons, best.beta, config.seed, advance)
+        student = imitate_plans(agent, lessons, best.beta, settings.epochs, config.seed, advance)
     student.network.sharpen(best.sharpness)
     agent.network.load_state_dict(student.network.state_dict())
     agent.observations.statistics.load_state_dict(student.observations.statistics.state_dict())

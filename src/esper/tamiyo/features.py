@@ -281,8 +281,18 @@ def fill_in_control_end(features: Tensor, layout: ObservationLayout, control_end
     unbiased and lose noise that comes from the host. On `digits_blind`, the gain of a plan varies by 18.6 (squared
     points) among hosts with equal first accuracies, and by 11.2 if the control's end is known too.
     """
+    return _fill_in(features, layout, "control_end", _accuracy(control_end))
+
+
+def fill_in_potential(features: Tensor, layout: ObservationLayout, potential: Tensor) -> Tensor:
+    """Features (…, size) with these potentials (…), in points; where nothing pays a reward, Φ is not known."""
+    return _fill_in(features, layout, "potential", _points(potential))
+
+
+def _fill_in(features: Tensor, layout: ObservationLayout, name: str, values: Tensor) -> Tensor:
+    """Features with another column of the critic."""
     filled = features.clone()
-    filled[..., layout.size - len(layout.critic) + layout.critic.index("control_end")] = _accuracy(control_end)
+    filled[..., layout.size - len(layout.critic) + layout.critic.index(name)] = values
     return filled
 
 

@@ -73,8 +73,11 @@ class Translation:
         return values.index_select(axis, index.clamp(min=0)) * (index >= 0)
 
     def _pad(self, values: Tensor, axis: int) -> Tensor:
-        """Zeros or False for the slots that the host lacks."""
-        return F.pad(values, [0, 0] * (values.dim() - axis - 1) + [0, self.missing]) if self.missing else values.clone()
+        """Zeros or False for the slots that the host lacks; −1 for indices, which stands for none."""
+        if not self.missing:
+            return values.clone()
+        nothing = -1 if values.dtype == torch.long else 0
+        return F.pad(values, [0, 0] * (values.dim() - axis - 1) + [0, self.missing], value=nothing)
 
 
 def _map(tree: Any, change: Any) -> Any:  # Any: measurements in a view, one level at a time

@@ -16,7 +16,7 @@ from esper.simic.agent.checkpoint import check_tensors, policy_tensors, restore_
 from esper.simic.agent.config import PPOConfig
 from esper.simic.agent.ppo import PPOAgent
 from esper.storage.stored import checkpoint_errors
-from esper.storage.tensor_files import FileFormat, read_tensor_file, write_tensor_file
+from esper.storage.tensor_files import FileFormat, read_header, read_tensor_file, write_tensor_file
 from esper.tamiyo import ActionTable, FactoredRecurrentActorCritic, NetworkConfig, ObservationLayout
 from esper.tamiyo.memory import HiddenState
 from esper.tamiyo.policy import PolicyView
@@ -98,6 +98,14 @@ def read_policy(path: Path, *, device: torch.device | str = "cpu") -> tuple[PPOA
         restore_policy(agent, tensors)
         agent.observations.freeze()
     return agent, saved.preset
+
+
+def read_preset(path: Path) -> str:
+    """The head preset of a policy file."""
+    content = read_header(path, POLICY_FILE)
+    with checkpoint_errors(str(path)):
+        saved: SavedPolicy = decode(SavedPolicy, content, "policy")
+    return saved.preset
 
 
 def fit_policy(agent: PPOAgent, slots: SlotConfig, *, greedy: bool = False) -> LearnedPolicy:

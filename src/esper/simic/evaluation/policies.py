@@ -14,7 +14,7 @@ from esper.simic.agent.policy import check_heads, fit_policy
 from esper.simic.evaluation.results import Result
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.hosts import Purpose, check_device
-from esper.simic.training.policy_files import is_run, open_policy, policy_path
+from esper.simic.training.policy_files import PRETRAINED, is_policy, is_run, open_policy, policy_path, policy_preset
 from esper.simic.training.run_folder import checkpoints_of, read_config
 from esper.tamiyo import ActionTable, Policy, growth_table
 from esper.tamiyo.policies import (
@@ -145,9 +145,9 @@ def make_policy(
 
 
 def _load_run(path: Path, table: ActionTable, slots: SlotConfig, device: str, *, greedy: bool) -> Policy:
-    if not path.exists():
-        raise UnknownNameError("policy", str(path), (*RULES, "a run folder", "a policy file"))
-    agent, _ = open_policy(path, device=device)
+    if not is_policy(path):
+        raise UnknownNameError("policy", str(path), (*RULES, PRETRAINED, "a run folder", "a policy file"))
+    agent = open_policy(path, device=device)[0]
     check_heads(agent, table, path)
     return fit_policy(agent, slots, greedy=greedy)
 
@@ -213,6 +213,8 @@ def check_specs(specs: Sequence[PolicySpec], config: EvaluationConfig) -> None:
                 make_policy(member, task, growth_table(head_preset(config.preset), task.slot_config), config.device)
         if spec.learned:
             check_same_recipe(spec.runs)
+            if (preset := preset_of([spec.text])) != config.preset:
+                raise BadValueError(f"{spec.text!r} was trained under preset {preset}; use --preset {preset}")
         check_same_search(spec.tuned_files(task))
 
 
@@ -238,6 +240,15 @@ def check_same_search(files: Sequence[Path]) -> None:
                     f"{first} and {second} are no seeds of one search: {name} is {one[name]!r} in the first and "
                     f"{other[name]!r} in the second; put a comma between them instead of +"
                 )
+
+
+def preset_of(specs: Iterable[str]) -> str:
+    """The head preset of the learned policies among these; core if there are none. Raises if they differ."""
+    runs = [run for spec in specs for run in base_of(spec).runs if is_policy(Path(run))]
+    presets = {run: policy_preset(Path(run)) for run in runs}
+    if len(set(presets.values())) > 1:
+        raise BadValueError(f"policies of different head presets cannot be compared: {presets}; evaluate them apart")
+    return next(iter(presets.values()), "core")
 
 
 def learned_runs(specs: Iterable[PolicySpec]) -> list[Path]:

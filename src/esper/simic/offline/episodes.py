@@ -52,28 +52,38 @@ class Episodes(NamedTuple):
     host_seed: Tensor  # (E,) long
     round: Tensor  # (E,) long; −1 outside of training
 
+    def part(self, rows: Tensor) -> "Episodes":
+        """Some episodes, by number."""
+        masks = {name: mask[rows] for name, mask in self.masks.items()}
+        return Episodes(masks=masks, **{name: value[rows] for name, value in self._asdict().items() if name != "masks"})
+
     def objective(self, header: RecordHeader, rho: float) -> Tensor:
         """(E,): gain of the hardened host minus the rent of its fossils."""
         return self.final_gain - rent(self.fossil_parameters[:, -1], header.host_parameters, rho)
 
+    def potentials(self, header: RecordHeader, rho: float) -> Tensor:
+        """(E, T + 1) float64: Φ before each step and after the last, which is gain − rent of the acting seeds.
+
+        It is 0 before the first step and at the end. A panic leaves it as it was.
+        """
+        levels = self.gain.double() - rent(self.acting_parameters.double(), float(header.host_parameters), rho)
+        potentials = [torch.zeros_like(levels[:, 0])]
+        for level, panic in zip(levels[:, :-1].unbind(1), self.panics.unbind(1), strict=False):
+            potentials.append(level.where(~panic, potentials[-1]))
+        return torch.stack([*potentials, torch.zeros_like(potentials[0])], 1)
+
     def rewards(self, header: RecordHeader, reward: RewardConfig) -> Tensor:
         """(E, T): the `paired` reward without the price of commits, at any ρ and γ.
 
-        That is γ·Φ' − Φ with Φ = gain − rent of the acting seeds, and the objective in the last step. Φ is 0 before the
-        first step and at the end. A panic is worth ending at chance less a margin, and leaves Φ as it was.
+        That is γ·Φ' − Φ, and the objective in the last step. A panic is worth ending at chance less a margin.
         """
         acting, fossils = (
             rent(part.double(), float(header.host_parameters), reward.rho)
             for part in (torch.maximum(self.acting_parameters, self.fossil_parameters), self.fossil_parameters)
         )
-        levels = self.gain.double() - rent(self.acting_parameters.double(), float(header.host_parameters), reward.rho)
         at_chance = header.chance_accuracy - self.control_accuracy.double() - acting - reward.crash_margin
-        rewards, potential = torch.zeros_like(levels), torch.zeros_like(levels[:, 0])
-        for step in range(levels.shape[1]):
-            panic, last = self.panics[:, step], step + 1 == levels.shape[1]
-            after = torch.zeros_like(potential) if last else levels[:, step].where(~panic, 0.0)
-            worth = self.final_gain.double() - fossils[:, -1] if last else torch.zeros_like(potential)
-            worth = at_chance[:, step].where(panic, worth)
-            rewards[:, step] = worth + reward.shaping * (reward.gamma * after - potential)
-            potential = after.where(~panic, potential)
-        return rewards.float()
+        worth = torch.zeros_like(at_chance)
+        worth[:, -1] = self.final_gain.double() - fossils[:, -1]
+        before, after = (potentials := self.potentials(header, reward.rho))[:, :-1], potentials[:, 1:]
+        shaping = reward.gamma * after.where(~self.panics, 0.0) - before
+        return (at_chance.where(self.panics, worth) + reward.shaping * shaping).float()

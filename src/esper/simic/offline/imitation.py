@@ -7,8 +7,7 @@ The loss of a step is the cross-entropy of its action, over the heads that it us
 The same loss extracts a policy in implicit Q-learning, with weights from advantages.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,11 +21,16 @@ from esper.simic.offline.networks import windowed
 from esper.simic.offline.transitions import PackedSteps, Transitions
 from esper.tamiyo import ActionTable, Decision, NetworkConfig, ObservationLayout
 
+CHUNK = 8192  # steps whose statistics are computed at once
+EPISODES_AT_ONCE = 256  # episodes that are judged at once
+
 
 @dataclass(frozen=True)
 class ImitationConfig:
     """Settings of imitation."""
 
+    network: NetworkConfig = field(default_factory=windowed)
+    """The policy's network; by default it remembers the last four observations, without an LSTM."""
     epochs: int = 60
     """Passes over the episodes."""
     batch: int = 64
@@ -70,10 +74,19 @@ def evaluate_steps(agent: PPOAgent, steps: PackedSteps, *, likeliest: bool = Fal
 
 
 def set_statistics(agent: PPOAgent, data: Transitions) -> None:
-    """Set the statistics of observations to those of the data, and freeze them."""
-    flat = data.observations.flatten(0, 1)
-    agent.observations.update(flat, agent.layout.counted(flat))
+    """Set the statistics of observations to those of the data, and freeze them. Steps of weight 0 do not count."""
+    for some in data.observations[data.weights > 0].split(CHUNK):
+        agent.observations.update(some, agent.layout.counted(some))
     agent.observations.freeze()
+
+
+def new_agent(
+    table: ActionTable, layout: ObservationLayout, network: NetworkConfig, data: Transitions, rng_seed: int
+) -> PPOAgent:
+    """An untrained agent with the statistics of these observations."""
+    agent = PPOAgent(table, layout, PPOConfig(network=network), rng_seed=rng_seed)
+    set_statistics(agent, data)
+    return agent
 
 
 def imitate(
@@ -82,16 +95,14 @@ def imitate(
     layout: ObservationLayout,
     config: ImitationConfig | None = None,
     *,
-    network: NetworkConfig | None = None,
     rng_seed: int = 0,
     advance: Advance = ignore,
 ) -> Imitation:
-    """Learn a policy from transitions. `network`: by default a `PolicyNetwork`. `advance` counts epochs."""
+    """Learn a policy from transitions. `advance` counts epochs."""
     config = config if config is not None else ImitationConfig()
     generator = torch.Generator().manual_seed(rng_seed)
     seen, unseen = divide_hosts(data, config.held_out, generator)
-    agent = PPOAgent(table, layout, PPOConfig(network=windowed() if network is None else network), rng_seed=rng_seed)
-    set_statistics(agent, seen)
+    agent = new_agent(table, layout, config.network, seen, rng_seed)
     fit_actor(agent, seen, config, generator, advance)
     held_out = None if unseen is None else accuracy(agent, unseen)
     return Imitation(agent, accuracy(agent, seen), held_out)
@@ -101,9 +112,10 @@ def fit_actor(
     agent: PPOAgent, data: Transitions, config: ImitationConfig, generator: torch.Generator, advance: Advance = ignore
 ) -> None:
     """Train an agent's policy to imitate the data. `advance` counts epochs."""
+    if not float(data.weights.sum()) > 0:
+        raise BadValueError("all steps have weight 0, so there is nothing to imitate; give some a positive weight")
     trainer = ActorTrainer(agent, config)
-    minibatches = -(-data.n_episodes // config.batch)
-    total = float(data.weights.sum()) / minibatches  # per minibatch, whatever its size
+    total = float(data.weights.sum()) / -(-data.n_episodes // config.batch)  # of an average minibatch
     for _ in range(config.epochs):
         for steps in data.minibatches(config.batch, generator):
             trainer.step(steps, steps.weights / total)
@@ -140,21 +152,21 @@ class ActorTrainer:
 def accuracy(agent: PPOAgent, data: Transitions) -> dict[str, float]:
     """By head: the weighted share of decisions in which the agent's likeliest action agrees with the recorded one.
 
-    `joint` counts whole actions. A head that never decided is omitted.
+    A head agrees if it and all earlier ones do, because later choices depend on earlier ones. `joint` counts whole
+    actions. A head that never decided is omitted.
     """
-    steps = data.packed(data.sequences(), range(data.n_episodes))
-    decided = evaluate_steps(agent, steps).decided
-    equal = evaluate_steps(agent, steps, likeliest=True).actions == steps.actions
-    columns: Mapping[str, tuple[Tensor, Tensor]] = {
-        "joint": ((equal | ~decided).all(-1), decided.any(-1)),
-        **{name: (equal[:, i], decided[:, i]) for i, name in enumerate(agent.table.names)},
-    }
-    weights = {name: steps.weights * used for name, (_, used) in columns.items()}
-    return {
-        name: float((weights[name] * right).sum() / weights[name].sum())
-        for name, (right, _) in columns.items()
-        if float(weights[name].sum()) > 0
-    }
+    names, sequences = ("joint", *agent.table.names), data.sequences()
+    right, total = (torch.zeros(len(names), dtype=torch.float64) for _ in range(2))
+    for rows in torch.arange(data.n_episodes).split(EPISODES_AT_ONCE):
+        steps = data.packed(sequences, rows.tolist())
+        recorded = evaluate_steps(agent, steps)
+        equal = evaluate_steps(agent, steps, likeliest=True).actions == steps.actions
+        agrees = (equal | ~recorded.causal).cummin(-1).values
+        decided = torch.cat([recorded.decided.any(-1, keepdim=True), recorded.decided], -1)
+        weights = steps.weights[:, None] * decided
+        right += (weights * torch.cat([agrees[:, -1:], agrees], -1)).sum(0)
+        total += weights.sum(0)
+    return {name: float(right[i] / total[i]) for i, name in enumerate(names) if total[i] > 0}
 
 
 def divide_hosts(

@@ -227,7 +227,8 @@ def _check_alike(shard: Shard, first: Shard, *, several_tasks: bool) -> None:
     own, other, pair = shard.content.header, first.content.header, f"{shard.path} and {first.path}"
     if own.task != other.task and not several_tasks:
         raise BadValueError(
-            f"{pair} are of tasks {own.task!r} and {other.task!r}; open one of them (task=…), or allow several_tasks"
+            f"{pair} are of tasks {own.task!r} and {other.task!r}; open one of them (task=…, --task), or allow "
+            "several_tasks"
         )
     if own.preset != other.preset:
         raise BadValueError(f"{pair} have head presets {own.preset!r} and {other.preset!r}; open them separately")

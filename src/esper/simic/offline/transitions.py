@@ -13,7 +13,7 @@ from esper.simic.offline.episodes import Episodes, RecordHeader
 from esper.simic.rewards import RewardConfig
 from esper.tamiyo import ActionTable, ObservationLayout
 from esper.tamiyo.encoder import Stretches
-from esper.tamiyo.features import BLUEPRINT
+from esper.tamiyo.features import BLUEPRINT, fill_in_potential
 
 
 class Transitions(NamedTuple):
@@ -91,12 +91,16 @@ def from_episodes(
     """
     every = torch.ones_like(episodes.gain)
     weights = every if weights is None else every * (weights[:, None] if weights.dim() == 1 else weights)
-    wanted = header.layout if layout is None else layout
+    wanted, reward = header.layout if layout is None else layout, reward or RewardConfig()
+    observations = episodes.observations
+    if "potential" in header.layout.critic:  # searches and evaluations pay no reward, so they record none
+        potentials = episodes.potentials(header, reward.rho)[:, :-1]
+        observations = fill_in_potential(observations, header.layout, potentials)
     return Transitions(
-        observations=fit_columns(episodes.observations, header.layout, wanted),
+        observations=fit_columns(observations, header.layout, wanted),
         masks=_fit_masks(episodes.masks, header.layout, wanted),
         actions=_fit_actions(episodes.actions, header.table, header.layout, wanted),
-        rewards=episodes.rewards(header, reward or RewardConfig()),
+        rewards=episodes.rewards(header, reward),
         terminated=episodes.terminated,
         truncated=episodes.truncated,
         weights=weights,
@@ -138,6 +142,8 @@ def fit_columns(flat: Tensor, own: ObservationLayout, wanted: ObservationLayout)
     missing -= {f"{BLUEPRINT}.{name}" for name in wanted.vocabulary}
     if missing or (own.host, own.critic) != (wanted.host, wanted.critic):
         raise BadValueError(f"the records lack columns that the policy sees: {sorted(missing)[:5]}; record them again")
+    if own.slots > wanted.slots:
+        raise BadValueError(f"records of {own.slots} slots for a policy of {wanted.slots}; make one for more slots")
     host, slots, offers, critic = own.split(flat)
     slots = _choose(slots, _matching(own.slot, wanted.slot), -1)
     offers = _choose(offers, _matching(own.offer, wanted.offer), -1)
@@ -154,7 +160,9 @@ def _fit_masks(masks: Mapping[str, Tensor], own: ObservationLayout, wanted: Obse
     blueprint = _pad(blueprint, -2, wanted.slots)
     slot = _pad(masks["slot"], -1, wanted.slots)
     slot[..., LifecycleOp.GERMINATE, :] &= blueprint.any(-1)
-    return {**masks, "slot": slot, "blueprint": blueprint}
+    op = masks["op"] & slot.any(-1)
+    op[..., LifecycleOp.WAIT] = masks["op"][..., LifecycleOp.WAIT]
+    return {**masks, "op": op, "slot": slot, "blueprint": blueprint}
 
 
 def _fit_actions(actions: Tensor, table: ActionTable, own: ObservationLayout, wanted: ObservationLayout) -> Tensor:

@@ -10,7 +10,6 @@ from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.numbers import require_positive, require_whole
 from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOConfig
-from esper.simic.offline.imitation import ImitationConfig
 from esper.simic.offline.networks import windowed
 from esper.simic.rewards import RewardConfig, check_gamma
 from esper.simic.telemetry import AlarmLimits
@@ -35,11 +34,11 @@ class TeachConfig:
     betas: tuple[float, ...] = (1.0, 3.0)  # points; a plan that is β better on a host is e times as important there
     sharpness: tuple[float, ...] = (1.0, 3.0, 10.0)  # factors of the logits after the imitation
     folds: int = 3  # parts of the hosts; each is held out once, to choose among the betas and sharpnesses
-    imitation: ImitationConfig = field(default_factory=ImitationConfig)
+    epochs: int = 60  # passes of the imitation over the episodes
 
     def __post_init__(self) -> None:
-        require_whole("teach.episodes", self.episodes, 0)
-        require_whole("teach.folds", self.folds, 2)
+        for name, least in (("episodes", 0), ("folds", 2), ("epochs", 1)):
+            require_whole(f"teach.{name}", getattr(self, name), least)
         for name in ("betas", "sharpness"):
             if not (values := getattr(self, name)):
                 raise BadValueError(f"teach.{name} is empty; give at least one number")

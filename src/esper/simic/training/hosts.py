@@ -14,9 +14,9 @@ from esper.leyline.numbers import require_whole
 from esper.tolaria import HostFleet, Task
 from esper.tolaria.batches import Batches
 
-Purpose = Literal["training", "tuning", "evaluation", "final"]
+Purpose = Literal["training", "tuning", "evaluation", "final", "recording"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_RANGE = 2**60  # number of host seeds per purpose; four ranges fit below 2**62
+_RANGE = 2**60  # number of host seeds per purpose; eight ranges fit into an int64
 
 
 def host_seed(purpose: Purpose, rng_seed: int, *position: int) -> int:

@@ -1,4 +1,5 @@
-"""Where a learned policy comes from: a policy file, a folder that holds one, or the newest checkpoint of a run."""
+"""Where a learned policy comes from: a policy file, a folder that holds one, the newest checkpoint of a run, or Esper
+itself (`pretrained`)."""
 
 from pathlib import Path
 
@@ -6,10 +7,12 @@ import torch
 
 from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import PPOAgent, load_agent
-from esper.simic.agent.policy import check_columns, check_heads, read_policy
+from esper.simic.agent.policy import check_columns, check_heads, read_policy, read_preset
 from esper.simic.training.run_folder import CONFIG, checkpoints_of, read_config
 
 POLICY = "policy.safetensors"  # the policy file of a folder
+PRETRAINED = "pretrained"  # the name of the policy that is shipped with Esper
+SHIPPED = Path(__file__).parent / "pretrained" / POLICY
 
 
 def is_run(path: Path) -> bool:
@@ -17,8 +20,15 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and not (path / POLICY).is_file() and (path / CONFIG).is_file()
 
 
+def is_policy(path: Path) -> bool:
+    """Whether a path exists or names the shipped policy."""
+    return path.exists() or str(path) == PRETRAINED
+
+
 def policy_path(path: Path) -> Path:
     """The file, or the folder of the checkpoint, that a policy is read from."""
+    if str(path) == PRETRAINED and not path.exists():
+        return SHIPPED
     if path.is_file():
         return path
     if (path / POLICY).is_file():
@@ -36,6 +46,12 @@ def open_policy(path: Path, *, device: torch.device | str = "cpu") -> tuple[PPOA
     if source.is_file():
         return read_policy(source, device=device)
     return load_agent(source, device=device)[0], read_config(path).preset
+
+
+def policy_preset(path: Path) -> str:
+    """The name of a policy's head preset."""
+    source = policy_path(path)
+    return read_preset(source) if source.is_file() else read_config(path).preset
 
 
 def begin_with(agent: PPOAgent, path: Path) -> None:

@@ -88,6 +88,8 @@ class HeuristicState(NamedTuple):
     level: Tensor  # (N,): the accuracy to exceed
     since: Tensor  # (N,): steps since it was exceeded
     tried: Tensor  # (N, S, B) bool: offers germinated so far
+    asked: Tensor  # (N, S, B) bool: the offer that the last action asked for
+    counts: Tensor  # (N, S): seeds germinated before that action
 
 
 class HeuristicTamiyo:
@@ -101,21 +103,24 @@ class HeuristicTamiyo:
     def initial_state(self, seeds: list[int]) -> HeuristicState:
         level, since = torch.full((len(seeds),), -torch.inf), torch.zeros(len(seeds), dtype=torch.long)
         tried = torch.zeros((len(seeds), len(self.slots), len(self.slots.blueprint_names)), dtype=torch.bool)
-        return HeuristicState(level, since, tried)
+        return HeuristicState(level, since, tried, tried, torch.zeros_like(tried[..., 0], dtype=torch.long))
 
     def act(self, view: PolicyView, state: HeuristicState, uniform: Tensor) -> tuple[Tensor, HeuristicState]:
         hosts = view.signals.hosts
-        level, since, tried = (part.to(uniform.device) for part in state)  # moves in the first step only
+        level, since, tried, asked, counts = (part.to(uniform.device) for part in state)  # moves in the first step only
         rising = hosts.accuracy > level + self.config.plateau
         level = hosts.accuracy.where(rising, level)
         since = (since + 1).where(~rising, 0)
+        # What it asked for counts if something was germinated there: a learner that asks for advice need not follow it.
+        names, slots = torch.arange(tried.shape[-1], device=tried.device), view.signals.slots
+        tried = tried | (slots.blueprint[..., None] == names) | (asked & (slots.tried > counts)[..., None])
         left = steps_left(hosts, view.step)
         rules = [*self._judge_held(view, left), *self._judge_trained(view, left)]
         actions = take_first(self.table, view.masks, [*rules, self._germinate(view, left, since, tried)])
-        op, slot, blueprint = (actions[:, self.table.index(name)] for name in ("op", "slot", "blueprint"))
-        env = torch.arange(len(op), device=op.device)
-        tried = tried.index_put((env, slot, blueprint), tried[env, slot, blueprint] | (op == LifecycleOp.GERMINATE))
-        return actions, HeuristicState(level, since, tried)
+        op, slot, blueprint = (actions[:, self.table.index(name), None, None] for name in ("op", "slot", "blueprint"))
+        places = torch.arange(tried.shape[1], device=tried.device)[:, None]
+        asked = (op == LifecycleOp.GERMINATE) & (slot == places) & (blueprint == names)
+        return actions, HeuristicState(level, since, tried, asked, slots.tried)
 
     def _judge_held(self, view: PolicyView, left: Tensor) -> tuple[Proposal, Proposal, Proposal]:
         """Fossilise at the end, fossilise, prune."""
