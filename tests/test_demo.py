@@ -34,7 +34,7 @@ def test_the_demo_at_its_smallest(tmp_path: Path) -> None:
     """It trains, compares on unseen hosts, tells, and writes an evaluation and a report."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     code = "from esper.cli import main; main()"
-    flags = ["demo", "--rounds", "1", "--hosts", "4", "--members", "1", "--unseen", "2"]
+    flags = ["demo", "--teach", "48", "--rounds", "1", "--hosts", "8", "--unseen", "2", "--workers", "1"]
     done = subprocess.run(
         [sys.executable, "-c", code, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 import esper
 from esper.cli import main
+from esper.simic.training.config import TrainConfig, taught_config
 from esper.tolaria import TaskRegistry
 
 SMALLER = {
@@ -23,6 +24,8 @@ SMALLER = {
     "offline iql": {"--epochs": "2", "--policy-epochs": "2"},
 }
 """Subcommand → flags that are set to this, whether the page names them or not."""
+TEACH = "90"
+"""Episodes of a search that is imitated, where the page names one."""
 EXTRAS = {"--tensorboard": "tensorboard", "--wandb": "wandb"}
 """Flag → the package that it needs and that a plain installation lacks."""
 FIRST = ["esper", "train", "--out", "runs/first"]
@@ -38,6 +41,13 @@ def short_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("digits")
     }
     monkeypatch.setattr(TaskRegistry, "_tasks", TaskRegistry._tasks | small)
+    monkeypatch.setattr("esper.cli.train.taught_config", quickly_taught)
+
+
+def quickly_taught(episodes: int) -> TrainConfig:
+    """The settings of a taught run, with little imitation."""
+    config = taught_config(episodes)
+    return replace(config, teach=replace(config.teach, betas=(1.0,), folds=2, epochs=2))
 
 
 def reduced(words: list[str]) -> list[str]:
@@ -51,6 +61,8 @@ def reduced(words: list[str]) -> list[str]:
             arguments[arguments.index(flag) + 1] = value
         else:
             arguments += [flag, value]
+    if "--teach" in arguments:
+        arguments[arguments.index("--teach") + 1] = TEACH
     return arguments
 
 
@@ -59,6 +71,7 @@ def test_reduced() -> None:
     assert reduced(["esper", "train", "--hosts", "32"]) == ["train", "--hosts", "8", "--rounds", "2"]
     assert reduced(["esper", "train", "--resume", "runs/a"]) == ["train", "--resume", "runs/a"]
     assert reduced(["esper", "tasks"]) == ["tasks"]
+    assert reduced(["esper", "train", "--teach", "300"])[:3] == ["train", "--teach", TEACH]
     assert reduced(["esper", "offline", "imitate", "a"]) == ["offline", "imitate", "a", "--epochs", "2"]
 
 

@@ -41,7 +41,6 @@ class Twice(nn.Module):
         (BlindCNN, {"budget": 3}, BadValueError, "too small"),
         (BlindCNN, {"budget": 0}, BadValueError, "budget"),
         (BlindCNN, {"steps": 0}, BadValueError, "steps"),
-        (BlindCNN, {"policy": "pretrained"}, BadValueError, "none is yet"),
         (BlindCNN, {"policy": "no_such_rule"}, UnknownNameError, "no_such_rule"),
         (BlindCNN, {"loss": 3}, BadValueError, "loss is a int"),
     ],
