@@ -13,10 +13,12 @@ from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import evaluate, main
 from esper.cli.evaluate import claim_line, kind_table, policy_table
+from esper.simic.agent.policy import write_policy
 from esper.simic.evaluation.comparison import KindSummary, TaskComparison
-from esper.simic.evaluation.policies import EvaluationConfig, PolicySpec, short_names
+from esper.simic.evaluation.policies import EvaluationConfig, PolicySpec, preset_of, short_names
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.statistics import compare_all
+from esper.simic.training.policy_files import open_policy
 from esper.simic.training.trainer import Trainer
 
 # -- where it writes --------------------------------------------------------------------------------------------------
@@ -186,3 +188,32 @@ def test_the_command_prints_short_names(
     assert "a (2 seeds) − wait: " in printed
     assert "deep" not in printed
     assert list(json.loads(Path("all.json").read_text())["policies"]) == [policies, "wait"]
+
+
+def test_shares_of_the_oracle_and_of_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice what the first policy has on average, 33.75 points, makes it a half."""
+    comparison = found()
+    assert "50%" not in shown(policy_table(comparison), capsys)
+    result = replace(comparison.policies["random-commit"][0], objective=[67.5, 67.5])
+    for name in ("oracle", "told:plans.json"):
+        policies = {SEEDS: comparison.policies[SEEDS], name: [result]}
+        printed = shown(policy_table(replace(comparison, policies=policies)), capsys)
+        assert name.partition(":")[0] in printed
+        assert "50%" in printed and "100%" in printed
+
+
+def test_a_policy_is_compared_under_its_own_preset(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under another one it would be offered ops that it never saw. By default the learned policies decide."""
+    agent = open_policy(Path(run))[0]
+    write_policy(tmp_path / "commit.policy", agent, "commit")
+    flags = ["evaluate", "--task", QUICK, "--hosts", "2", "--policies"]
+    with pytest.raises(SystemExit):
+        main([*flags, "commit.policy", "--preset", "core"])
+    assert "'commit.policy' was trained under preset commit; use --preset commit" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*flags, f"commit.policy,{run}"])
+    assert "policies of different head presets cannot be compared" in capsys.readouterr().err
+    assert preset_of(["commit.policy", "wait"]) == "commit"
+    assert preset_of(["heuristic"]) == "core"
