@@ -28,6 +28,7 @@ from esper.simic.evaluation.workers import run_with
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.offline.imitation import ImitationConfig, accuracy, evaluate_steps, fit_actor, set_statistics
 from esper.simic.offline.records import Records
+from esper.simic.offline.selection import softmax_by_group
 from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.training.config import TeachConfig, TrainConfig
 from esper.simic.tuning import Search, Trials
@@ -124,14 +125,7 @@ def plan_weights(objectives: Tensor, hosts: Tensor, grows: Tensor, beta: float) 
     """
     plans = torch.zeros(int(hosts.max()) + 1).index_add(0, hosts, grows.float())[hosts]
     waiting = 1 + plans.clamp(min=1).log()
-    return _shares(objectives / beta + waiting.where(~grows, 0.0), hosts)
-
-
-def _shares(values: Tensor, hosts: Tensor) -> Tensor:
-    """(episodes,): exp(value), normalised over the episodes of each host."""
-    highest = torch.full((int(hosts.max()) + 1,), -torch.inf).scatter_reduce(0, hosts, values, "amax")
-    raw = (values - highest[hosts]).exp()
-    return raw / torch.zeros_like(highest).index_add(0, hosts, raw)[hosts]
+    return softmax_by_group(objectives / beta + waiting.where(~grows, 0.0), hosts)
 
 
 @torch.no_grad()
@@ -147,7 +141,9 @@ def expected_objectives(agent: PPOAgent, lessons: Lessons) -> Tensor:
     log_probs[steps.cells] = decision.log_probs.where(decision.decided, 0.0).sum(-1)
     likelihood = log_probs.view(data.actions.shape[:2]).sum(1)
     hosts = lessons.hosts.unique(return_inverse=True)[1]
-    return torch.zeros(int(hosts.max()) + 1).index_add(0, hosts, _shares(likelihood, hosts) * lessons.objectives)
+    return torch.zeros(int(hosts.max()) + 1).index_add(
+        0, hosts, softmax_by_group(likelihood, hosts) * lessons.objectives
+    )
 
 
 @dataclass(frozen=True)
