@@ -29,6 +29,7 @@ from esper.tolaria import get_task
 TASK = "digits_varied"
 RULES = ("schedule", "heuristic:shipped", "random", "wait")
 EVALUATION_SEED = 7
+MEMBERS = 3  # hosts per group, without its control; small groups show hosts of more kinds
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class DemoCommand:
             f"Searching plans on some hosts with {self.teach} episodes; the controller imitates what was best on each:"
         )
         config = taught_config(self.teach)
-        config = replace(config, task=TASK, rounds=self.rounds, hosts=self.hosts, seed=self.seed)
+        config = replace(config, task=TASK, rounds=self.rounds, hosts=self.hosts, members=MEMBERS, seed=self.seed)
         unseen = EvaluationConfig(TASK, self.unseen, EVALUATION_SEED, config.preset)
         with worker_pool(1) as pool:
             rules: list[Future[list[Result]]] = []

@@ -26,6 +26,7 @@ from esper.leyline.records import Json, encode
 from esper.simic.agent import PPOAgent
 from esper.simic.evaluation.workers import run_with
 from esper.simic.evaluation.yardsticks import extensions
+from esper.simic.offline.critic import fit_critic
 from esper.simic.offline.imitation import ImitationConfig, accuracy, evaluate_steps, fit_actor, set_statistics
 from esper.simic.offline.records import Records
 from esper.simic.offline.selection import softmax_by_group
@@ -195,7 +196,7 @@ def imitate_plans(
 def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 1, progress: bool = True) -> None:
     """Search plans, write their records to the run's folder, and make the agent imitate the best ones.
 
-    The agent gets the weights of the actor, and frozen statistics of observations; its critic stays untrained.
+    The agent gets the weights of the actor, a critic, and frozen statistics of observations.
     """
     teaching, settings = folder / FOLDER, config.teach
     shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
@@ -210,6 +211,8 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
     agent.network.load_state_dict(student.network.state_dict())
     agent.observations.statistics.load_state_dict(student.observations.statistics.state_dict())
     agent.observations.freeze()
+    if config.reward.family == "paired":  # records hold no other reward
+        teach_critic(agent, lessons, best.beta, config)
     report: dict[str, Json] = {
         "episodes": len(lessons.hosts),
         "hosts": len(lessons.hosts.unique()),
@@ -217,6 +220,14 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
         "accuracy": encode(accuracy(agent, lessons.weighted(best.beta))),
     }
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def teach_critic(agent: PPOAgent, lessons: Lessons, beta: float, config: TrainConfig) -> None:
+    """Fit the critic to episodes that are drawn by their weights, so that they resemble the policy's own."""
+    generator = torch.Generator().manual_seed(config.seed)
+    drawn = torch.multinomial(lessons.weighted(beta).weights[:, 0], len(lessons.hosts), True, generator=generator)
+    tasks = lessons.hosts[drawn] % len(config.tasks)
+    fit_critic(agent, lessons.data.part(drawn), tasks, config.reward.gamma, generator)
 
 
 def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:

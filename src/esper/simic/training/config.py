@@ -108,11 +108,20 @@ class TrainConfig:
 def taught_config(episodes: int) -> TrainConfig:
     """The default settings of a run that begins with teaching.
 
-    Under preset `commit` a plan is a single decision, which is easily imitated. The policy knows where to go, so
-    nothing is explored by force; the critic, which nobody taught, learns first, and a leash holds the policy meanwhile.
+    Under preset `commit` a plan is a single decision, which is easily imitated. The policy already knows what to do. So
+    nothing rewards or forces exploration, steps are small, and a leash holds the policy. The critic learns first.
     """
     ppo = replace(
-        growth_ppo(), network=windowed(), critic_first=4, leash=0.3, leave_one_out=True, explore=0.0, entropy=0.002
+        growth_ppo(),
+        network=windowed(),
+        rate=3e-4,
+        critic_first=4,
+        leash=1.0,
+        leash_until=1.0,
+        leave_one_out=True,
+        explore=0.0,
+        entropy=0.0,
+        logit_penalty=0.0,
     )
     return TrainConfig(preset="commit", members=7, teach=TeachConfig(episodes), ppo=ppo)
 
