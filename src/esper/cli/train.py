@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
 from esper.simic.rewards.config import Family
@@ -89,12 +88,8 @@ class TrainCommand:
     """Heads and ops of the controller: core, commit or full."""
     sensing: Annotated[bool | None, flag(bool, DEFAULT.sensing)] = None
     """Whether the controller sees the probes of empty slots."""
-    isolation: Annotated[Isolation | None, flag(Isolation, DEFAULT.isolation)] = None
-    """How seeds in TRAINING learn: in a shadow row, or through the main row."""
     device: Annotated[str | None, flag(str, DEFAULT.device)] = None
     """Device of hosts and policy."""
-    threads: Annotated[int | None, flag(int, DEFAULT.threads)] = None
-    """Threads of torch on the CPU; small hosts gain nothing from more."""
     data_dir: Annotated[Path | None, flag(Path)] = None
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
     keep_checkpoints: Annotated[int | None, flag(int, KEEP)] = None

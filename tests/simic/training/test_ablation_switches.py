@@ -35,7 +35,7 @@ SWITCHES: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "lambda 1": ([], "[ppo]\nlam = 1", {"ppo.lam": 1.0}),
     "epsilon 0": (["--ppo.explore", "0"], "", {"ppo.explore": 0.0}),
     "uncentred heads": ([], "[ppo]\ncentred = false", {"ppo.centred": False}),
-    "straight-through": (["--isolation", "straight_through"], "", {"isolation": "straight_through"}),
+    "straight-through": ([], 'isolation = "straight_through"', {"isolation": "straight_through"}),
     "no sensing": (["--no-sensing"], "", {"sensing": False}),
     "shaped reward": (["--reward.family", "shaped"], "", {"reward.family": "shaped"}),
 }

@@ -85,7 +85,7 @@ class TrainConfig:
         if self.isolation not in ISOLATIONS:
             raise UnknownNameError("isolation", self.isolation, ISOLATIONS)
         if self.teach.episodes and (self.start, self.batch, self.isolation) != (None, None, "shadow"):
-            raise BadValueError("teaching searches with the task's own hosts; omit --start, --isolation and batch")
+            raise BadValueError("teaching searches with the task's own hosts; omit --start, isolation and batch")
         self.ppo.floors(len(self.tasks))
         check_gamma(self.reward.gamma, self.ppo.gamma)
 
