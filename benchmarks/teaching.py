@@ -4,8 +4,8 @@
     python benchmarks/teaching.py … --stage evaluate --final
 
 Every training seed has a data set and a search of its own. Everything is stored in FOLDER, and a second call continues.
-`taughtN` is a controller after imitation, `runN` after PPO, `planN.json` a plan that was searched with the episodes of
-the teaching. The test images are used with --final alone.
+`taughtN` is a controller after imitation, `runN` after PPO, `planN.json` a plan searched with as many episodes. Only
+--final uses test images.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from harness import RESULTS, print_table, write_result
 from esper.simic.agent import load_agent
 from esper.simic.agent.policy import write_policy
 from esper.simic.evaluation.comparison import EvaluationReport, run_comparisons
-from esper.simic.evaluation.policies import EvaluationConfig
+from esper.simic.evaluation.policies import EvaluationConfig, short_names
 from esper.simic.evaluation.results import overall_mean
 from esper.simic.teaching import teach
 from esper.simic.training.config import TrainConfig, taught_config
@@ -31,7 +31,6 @@ from esper.simic.training.trainer import Trainer
 from esper.simic.tuning import tune, write_tuned
 
 STAGES = ("train", "search", "evaluate")
-EVERY = 5  # rounds between two checkpoints that are kept for the learning curve
 
 
 def run_config(arguments: argparse.Namespace, seed: int) -> TrainConfig:
@@ -138,9 +137,10 @@ def main() -> None:
         return
     report = evaluate(arguments)
     comparison = report.tasks[arguments.task]
+    names = short_names(comparison.policies)
     rows = [
         [
-            name if len(name) < 40 else f"{Path(name.split('+')[0]).name} …",
+            names[name],
             f"{overall_mean(results, 'objective'):+.2f}",
             f"{overall_mean(comparison.greedy[name], 'objective'):+.2f}" if name in comparison.greedy else "",
             f"{overall_mean(results, 'added_params'):.0f}",
@@ -151,9 +151,9 @@ def main() -> None:
     print_table(comparison.title, ["policy", "objective", "greedy", "parameters", "by kind"], rows)
     for claim in comparison.claims:
         d = claim.difference
-        first, second = (Path(name.split("+")[0]).name for name in (claim.policy, claim.against))
         verdict = "superior" if claim.superior else "not worse" if claim.not_worse else ""
-        print(f"{first} − {second}: {d.mean:+.2f} ({d.low:+.2f} to {d.high:+.2f}) {verdict}")
+        difference = f"{d.mean:+.2f} ({d.low:+.2f} to {d.high:+.2f}) {verdict}"
+        print(f"{names[claim.policy]} − {names[claim.against]}: {difference}")
     content = json.loads(json.dumps(report.to_json()).replace(str(arguments.keep) + "/", ""))
     write_result(f"teaching_{arguments.task}{'' if arguments.final else '_validation'}", content, arguments.out)
 

@@ -45,7 +45,7 @@ class HostsOfTwoKinds:
         return sum(10.0 if (seed.slot, seed.blueprint) == right else -1.0 for seed in plan.seeds)
 
 
-@pytest.mark.parametrize("episodes", [60, 300, 1_000])
+@pytest.mark.parametrize("episodes", [48, 52, 60, 300, 1_000])
 def test_the_search_runs_all_first_plans_on_the_same_hosts_and_those_that_suit_some_on_others(episodes: int) -> None:
     hosts = HostsOfTwoKinds()
     search = Search(hosts, episodes, rng_seed=0)

@@ -2,10 +2,11 @@
 
 Every plan of the search runs on every host of its stage, so that the table tells which plan suits which host. A plan p
 on host h is imitated with weight exp(objective / β), normalised over the plans of that host. Waiting is one of the
-plans; it counts as much as all others together, and they have to be better by β, so that hosts that need nothing are
-left alone. The policy sees what its inputs show of the host, so it learns which plan to prefer where. Hosts disagree by
-chance, too. So the heads are sharpened afterwards: what most similar hosts prefer is then nearly always chosen. β and
-the sharpness are those with the highest expected objective on hosts that the policy did not learn from.
+plans. It counts as much as all others together, and they must be better by β; so hosts that need nothing are left
+alone. The policy sees only what a controller sees of a host, so it learns which plan to prefer where.
+
+Hosts disagree by chance, too. So the heads are sharpened afterwards, and what most similar hosts prefer is nearly
+always chosen. β and the sharpness have the highest expected objective on hosts that the policy did not learn from.
 """
 
 import json
@@ -55,7 +56,7 @@ def search_plans(search: Search[Plan], task: Task) -> None:
         )
     search.play("one seed", [first] * hosts, range(hosts))
     for seeds, share in LONGER_SHARES.items():
-        if plans := longer_plans(search, task, seeds)[: int(share * search.budget) // hosts]:
+        if plans := longer_plans(search, task, seeds)[: min(int(share * search.budget), search.left) // hosts]:
             search.play(f"{seeds} seeds", [plans] * hosts, range(hosts))
     cover = covering_plans(search, hosts)
     if more := search.left // len(cover):
