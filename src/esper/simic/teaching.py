@@ -103,9 +103,8 @@ class Lessons(NamedTuple):
     def weighted(self, beta: float) -> Transitions:
         """The transitions with the weights of their plans."""
         grows = (self.data.actions[..., 0] == LifecycleOp.GERMINATE).any(1)
-        return self.data._replace(
-            weights=plan_weights(self.objectives, self.hosts, grows, beta)[:, None].expand_as(self.data.weights)
-        )
+        weights = plan_weights(self.objectives, self.hosts, grows, beta)
+        return self.data._replace(weights=self.data.weights * weights[:, None])  # padding keeps 0
 
 
 def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:

@@ -1,14 +1,18 @@
 """The controller that is shipped: small, with a model card, and usable by name wherever a policy file is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from simic.training.tiny import make_runner, play
+from simic.training.tiny import make_runner, play, quick_config
 
+from esper.leyline import CheckpointError
 from esper.simic.agent.policy import fit_policy
 from esper.simic.evaluation.policies import PolicySpec, make_policy, preset_of
+from esper.simic.training.config import growth_ppo
 from esper.simic.training.policy_files import PRETRAINED, SHIPPED, open_policy, policy_path, policy_preset
+from esper.simic.training.trainer import Trainer
 from esper.tolaria import get_task
 
 
@@ -39,3 +43,13 @@ def test_it_grows_hosts_that_cannot_see() -> None:
     policy = fit_policy(open_policy(Path(PRETRAINED))[0], runner.slots, greedy=True)
     _, actions, _ = play(runner, policy)
     assert bool((torch.stack(actions)[..., 0] == 1).any())
+
+
+def test_it_starts_runs_of_its_own_preset_alone(tmp_path: Path) -> None:
+    """`core` has the same heads and other ops, so nothing else would tell."""
+    settings = replace(quick_config(1), start=Path(PRETRAINED), sensing=True)
+    with pytest.raises(CheckpointError, match="the policy has head preset commit; use --preset commit"):
+        Trainer(settings, tmp_path / "core")
+    begun = Trainer(replace(settings, preset="commit", ppo=growth_ppo()), tmp_path / "commit")
+    taught = open_policy(Path(PRETRAINED))[0]
+    assert torch.equal(begun.agent.network.actor.weight, taught.network.actor.weight)

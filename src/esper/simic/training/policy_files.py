@@ -54,9 +54,11 @@ def policy_preset(path: Path) -> str:
     return read_preset(source) if source.is_file() else read_config(path).preset
 
 
-def begin_with(agent: PPOAgent, path: Path) -> None:
+def begin_with(agent: PPOAgent, path: Path, preset: str) -> None:
     """Give a new agent what a policy has learnt: its weights, and its observation statistics, frozen."""
-    learned, _ = open_policy(path, device=agent.device)
+    learned, its_preset = open_policy(path, device=agent.device)
+    if {preset, its_preset} == {"core", "commit"}:  # they have the same heads, but other ops
+        raise CheckpointError(f"{path}: the policy has head preset {its_preset}; use --preset {its_preset}")
     check_heads(learned, agent.table, path)
     check_columns(learned, agent.layout, path)
     ours, its = (vars(one.config.network) for one in (agent, learned))

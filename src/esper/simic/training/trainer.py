@@ -88,7 +88,7 @@ class Trainer:
             device=config.device,
         )
         if config.start is not None and newest is None:
-            begin_with(agent, config.start)
+            begin_with(agent, config.start, config.preset)
         # Last, so that a run that cannot start leaves nothing behind.
         if resume:
             self.folder, restored = RunFolder.open(folder, config, agent)
