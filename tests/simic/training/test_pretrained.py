@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from simic.training.smallest import close
 from simic.training.tiny import make_runner, play, quick_config
 
 from esper.leyline import CheckpointError
@@ -53,3 +54,4 @@ def test_it_starts_runs_of_its_own_preset_alone(tmp_path: Path) -> None:
     begun = Trainer(replace(settings, preset="commit", ppo=growth_ppo()), tmp_path / "commit")
     taught = open_policy(Path(PRETRAINED))[0]
     assert torch.equal(begun.agent.network.actor.weight, taught.network.actor.weight)
+    close(begun)
