@@ -99,7 +99,8 @@ NOTES = {
         "are the same after 30 rounds of PPO (1,140 episodes in all), at a rate of 0.001 and with a leash of 0.3 until "
         "half of the run. `plan` and `halved` are schedules that were searched with 300 episodes each, by a model and "
         "by halving; `told` had 160 episodes per kind of host. All policies act under preset `commit`.\n\n"
-        "PPO did not help: one of the five runs lost 3.8 points. Steps were made smaller and the leash stronger since."
+        "PPO did not help: one of the five runs lost 3.8 points. Because of this result, steps were made smaller and "
+        "the leash stronger. A later score of PPO on these hosts is therefore no first look."
     ),
 }
 """By file: what its figures do not say."""
