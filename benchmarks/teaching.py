@@ -52,8 +52,19 @@ def train(arguments: argparse.Namespace, seed: int) -> None:
     begin = partial(teach, config, workers=max(1, arguments.workers // len(arguments.seeds)), progress=False)
     trainer = Trainer(config, folder, resume=resume, keep_checkpoints=10_000, begin=begin)
     trainer.run(progress=False)
-    agent, _ = load_agent(checkpoints_of(folder).path_of(0))
-    write_policy(arguments.keep / f"taught{seed}", agent, config.preset)
+    for number in checkpoint_numbers(arguments):
+        agent, _ = load_agent(checkpoints_of(folder).path_of(number))
+        write_policy(arguments.keep / at_round(number, seed), agent, config.preset)
+
+
+def checkpoint_numbers(arguments: argparse.Namespace) -> list[int]:
+    """The rounds whose policies are compared with the start: 0 is the start, the last one is the run itself."""
+    return [0, *(range(arguments.every, arguments.rounds, arguments.every) if arguments.every else ())]
+
+
+def at_round(number: int, seed: int) -> str:
+    """The policy file of a training seed after this number of rounds."""
+    return f"round{number}-{seed}" if number else f"taught{seed}"
 
 
 def search(arguments: argparse.Namespace, seed: int) -> None:
@@ -80,7 +91,7 @@ def in_parallel(arguments: argparse.Namespace) -> None:
         for job in jobs:
             job()
         return
-    with ProcessPoolExecutor(len(jobs) or 1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(len(jobs), arguments.workers) or 1, mp_context=get_context("spawn")) as pool:
         for future in wait([pool.submit(job) for job in jobs]).done:
             future.result()
 
@@ -88,7 +99,8 @@ def in_parallel(arguments: argparse.Namespace) -> None:
 def policies(arguments: argparse.Namespace) -> list[str]:
     """What is evaluated: taught controllers, trained ones, searched plans, and rules."""
     keep, seeds = arguments.keep, arguments.seeds
-    specs = ["+".join(str(keep / f"taught{seed}") for seed in seeds)]
+    rounds = checkpoint_numbers(arguments)
+    specs = ["+".join(str(keep / at_round(number, seed)) for seed in seeds) for number in rounds]
     specs += ["+".join(str(keep / f"run{seed}") for seed in seeds)] if arguments.rounds else []
     specs += ["schedule:" + "+".join(str(keep / f"plan{seed}.json") for seed in seeds)]
     return [*specs, *arguments.against]
@@ -103,7 +115,7 @@ def evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         policies(arguments),
         replace(hosts, device=arguments.device),
         margin=arguments.margin,
-        greedy=True,
+        greedy=not (arguments.every or arguments.sampled_only),
         workers=arguments.workers,
         progress=False,
         keep=arguments.keep / "results",
@@ -116,6 +128,7 @@ def main() -> None:
     parser.add_argument("--task", default="digits_varied")
     parser.add_argument("--teach", type=int, default=300, help="episodes of each search")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of PPO after the imitation")
+    parser.add_argument("--every", type=int, default=0, help="also evaluate the policy after every Nth round; 0: none")
     parser.add_argument("--hosts", type=int, default=32, help="hosts per round, controls included")
     parser.add_argument("--members", type=int, help="hosts per group, without its control")
     parser.add_argument("--ppo", nargs="*", default=[], metavar="NAME=VALUE", help="settings of PPO, e.g. rate=0.003")
@@ -126,6 +139,7 @@ def main() -> None:
     parser.add_argument("--eval-seed", type=int, default=7)
     parser.add_argument("--margin", type=float, default=1.0)
     parser.add_argument("--final", action="store_true", help="hosts of the final range, scored on test images")
+    parser.add_argument("--sampled-only", action="store_true", help="do not evaluate the likeliest actions")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--keep", type=Path, required=True, help="folder of runs, plans and results")
@@ -155,7 +169,8 @@ def main() -> None:
         difference = f"{d.mean:+.2f} ({d.low:+.2f} to {d.high:+.2f}) {verdict}"
         print(f"{names[claim.policy]} − {names[claim.against]}: {difference}")
     content = json.loads(json.dumps(report.to_json()).replace(str(arguments.keep) + "/", ""))
-    write_result(f"teaching_{arguments.task}{'' if arguments.final else '_validation'}", content, arguments.out)
+    part = "" if arguments.final else "_course" if arguments.every else "_validation"
+    write_result(f"teaching_{arguments.task}{part}", content, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`benchmarks/teaching.py` at its smallest."""
+"""`benchmarks/teaching.py` and `benchmarks/ppo_defaults.py` at their smallest."""
 
 import json
 from collections.abc import Callable
@@ -24,3 +24,29 @@ def test_teaching(tmp_path: Path, run_here: Callable[..., str]) -> None:
     written = (tmp_path / "keep" / "plan0.json").stat().st_mtime_ns
     run_here("teaching", "--task", NAME, *sizes, "--against", "wait", *folders, "--stage", "search", "evaluate")
     assert (tmp_path / "keep" / "plan0.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_the_course_of_a_run(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """With --every 1, the policy after each round is compared with the start; likeliest actions are not played."""
+    tiny_task()
+    sizes = ["--teach", "90", "--rounds", "2", "--every", "1", "--hosts", "8", "--seeds", "0", "1", "--eval-hosts", "2"]
+    folders = ["--keep", str(tmp_path / "keep"), "--out", str(tmp_path / "out")]
+    printed = run_here("teaching", "--task", NAME, *sizes, "--against", "wait", *folders)
+    found = json.loads((tmp_path / "out" / f"teaching_{NAME}_course.json").read_text())
+    names = ["taught0+taught1", "round1-0+round1-1", "run0+run1", "schedule:plan0.json+plan1.json", "wait"]
+    assert list(found["policies"]) == names
+    assert all(policy["greedy"] is None for policy in found["policies"].values())
+    assert "taught (2 seeds) − run (2 seeds)" in printed
+
+
+@pytest.mark.slow
+def test_ppo_defaults(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    """Two settings of two seeds each: a row per setting, and the mean objective of every seed."""
+    tiny_task()
+    sizes = ["--episodes", "12", "--seeds", "0", "1", "--eval-hosts", "2", "--settings", "core", "commit"]
+    folders = ["--keep", str(tmp_path / "keep"), "--out", str(tmp_path / "out")]
+    printed = run_here("ppo_defaults", "--tasks", NAME, *sizes, *folders)
+    assert [line.split()[0] for line in printed.splitlines() if "±" in line] == ["core", "commit"]
+    found = json.loads((tmp_path / "out" / "ppo_defaults.json").read_text())
+    assert {name: len(values) for name, values in found["objectives"][NAME].items()} == {"core": 2, "commit": 2}

@@ -12,7 +12,7 @@ from rich.console import Console
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
 from esper.simic.rewards.config import Family
-from esper.simic.teaching import teach
+from esper.simic.teaching import check_episodes, teach
 from esper.simic.training.config import TrainConfig, read_settings, taught_config
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
@@ -108,7 +108,10 @@ class TrainCommand:
         config = self.settings() if self.resume is None else self._resumed(self.resume)
         folder, resume = self.resume or self.out or OUT, self.resume is not None
         folders = {"profile": self.profile, "record": self.record}
-        begin = partial(teach, config, workers=self.workers or 1) if config.teach.episodes else None
+        begin = None
+        if config.teach.episodes:
+            check_episodes(config)  # before the folder is made
+            begin = partial(teach, config, workers=self.workers or 1)
         trainer = Trainer(
             config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, begin=begin, **folders
         )

@@ -33,6 +33,7 @@ from esper.simic.offline.records import Records
 from esper.simic.offline.selection import softmax_by_group
 from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.training.config import TeachConfig, TrainConfig
+from esper.simic.training.policy_files import copy_knowledge
 from esper.simic.tuning import Search, Trials
 from esper.storage.files import replace_file
 from esper.tamiyo.policies import Plan
@@ -41,19 +42,31 @@ from esper.tolaria import Task, get_task
 FOLDER, RECORDS, REPORT = "teaching", "records", "report.json"  # in the folder of a run
 FIRST_SHARE, LONGER_SHARES = 0.5, {2: 1 / 6, 3: 1 / 12}  # of the episodes, for plans of one, two and three seeds
 LEAST_HOSTS = 4  # hosts on which all one-seed plans are compared
-CLOSE = 0.02  # share of the best expected objective by which a setting may be worse and still be chosen
+CLOSE = 0.005  # share of the best expected objective by which a setting may be worse and still be chosen
 MOST_COVER = 6  # plans that meet further hosts, waiting included
+
+
+def first_plans(task: Task) -> list[Plan]:
+    """Waiting, and all plans of one seed in the first step."""
+    return [Plan(), *(plan for plan in extensions(Plan(), task) if plan.seeds[0].germinate_at == 0)]
+
+
+def check_episodes(config: TrainConfig) -> None:
+    """Raise if the episodes of teaching are too few for any of the tasks."""
+    share = config.teach.episodes // len(config.tasks)
+    for name in config.tasks:
+        plans = len(first_plans(get_task(name)))
+        if share < plans * LEAST_HOSTS:
+            raise BadValueError(
+                f"{share} episodes are too few to teach {name!r}: {plans} plans on {LEAST_HOSTS} hosts need "
+                f"{plans * LEAST_HOSTS}; use --teach {plans * LEAST_HOSTS * len(config.tasks)} or more"
+            )
 
 
 def search_plans(search: Search[Plan], task: Task) -> None:
     """Run one-seed plans, then longer ones on the same hosts, then a few plans that suit most on further hosts."""
-    first = [Plan(), *(plan for plan in extensions(Plan(), task) if plan.seeds[0].germinate_at == 0)]
+    first = first_plans(task)
     hosts = max(LEAST_HOSTS, int(FIRST_SHARE * search.budget) // len(first))
-    if len(first) * hosts > search.budget:
-        raise BadValueError(
-            f"{search.budget} episodes are too few to teach {task.name!r}: {len(first)} plans on {LEAST_HOSTS} hosts "
-            f"are {len(first) * LEAST_HOSTS}; raise --teach"
-        )
     search.play("one seed", [first] * hosts, range(hosts))
     for seeds, share in LONGER_SHARES.items():
         if plans := longer_plans(search, task, seeds)[: min(int(share * search.budget), search.left) // hosts]:
@@ -196,7 +209,8 @@ def imitate_plans(
 def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 1, progress: bool = True) -> None:
     """Search plans, write their records to the run's folder, and make the agent imitate the best ones.
 
-    The agent gets the weights of the actor, a critic, and frozen statistics of observations.
+    The agent gets the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU,
+    where the records are.
     """
     teaching, settings = folder / FOLDER, config.teach
     shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
@@ -208,16 +222,14 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
         best = choices[0]
         student = imitate_plans(agent, lessons, best.beta, settings.epochs, config.seed, advance)
     student.network.sharpen(best.sharpness)
-    agent.network.load_state_dict(student.network.state_dict())
-    agent.observations.statistics.load_state_dict(student.observations.statistics.state_dict())
-    agent.observations.freeze()
     if config.reward.family == "paired":  # records hold no other reward
-        teach_critic(agent, lessons, best.beta, config)
+        teach_critic(student, lessons, best.beta, config)
+    copy_knowledge(student, agent)
     report: dict[str, Json] = {
         "episodes": len(lessons.hosts),
         "hosts": len(lessons.hosts.unique()),
         "choices": encode(choices),
-        "accuracy": encode(accuracy(agent, lessons.weighted(best.beta))),
+        "accuracy": encode(accuracy(student, lessons.weighted(best.beta))),
     }
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
@@ -232,6 +244,7 @@ def teach_critic(agent: PPOAgent, lessons: Lessons, beta: float, config: TrainCo
 
 def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:
     """Search plans for every task of a run with equal shares of the episodes, and record all of them."""
+    check_episodes(config)
     total, preset = config.teach.episodes, head_preset(config.preset).name
     with progress_bar("searching plans", total, shown=progress) as advance, run_with(workers) as run_all:
         for name in config.tasks:

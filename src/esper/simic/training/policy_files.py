@@ -64,11 +64,16 @@ def begin_with(agent: PPOAgent, path: Path, preset: str) -> None:
     ours, its = (vars(one.config.network) for one in (agent, learned))
     if differing := {name: (its[name], ours[name]) for name in ours if its[name] != ours[name]}:
         raise CheckpointError(f"{path}: a network of another make, (its, this run's): {differing}; make them alike")
-    agent.network.load_state_dict(learned.network.state_dict())
-    agent.observations.statistics.load_state_dict(learned.observations.statistics.state_dict())
-    agent.observations.frozen = True
-    returns, its_returns = agent.returns.statistics, learned.returns.statistics
-    if len(returns.mean) == len(its_returns.mean):  # otherwise the critic finds its scale anew
-        returns.load_state_dict(its_returns.state_dict())
+    copy_knowledge(learned, agent)
     if agent.config.leash > 0:
         agent.hold_to_start()
+
+
+def copy_knowledge(source: PPOAgent, agent: PPOAgent) -> None:
+    """Give an agent the weights of another like it, its observation statistics, frozen, and its scale of returns."""
+    agent.network.load_state_dict(source.network.state_dict())
+    agent.observations.statistics.load_state_dict(source.observations.statistics.state_dict())
+    agent.observations.freeze()
+    returns, its_returns = agent.returns.statistics, source.returns.statistics
+    if len(returns.mean) == len(its_returns.mean):  # otherwise the critic finds its scale anew
+        returns.load_state_dict(its_returns.state_dict())
