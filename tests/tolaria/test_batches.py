@@ -178,6 +178,14 @@ def test_fixed_sets_are_not_augmented() -> None:
     assert torch.equal(batches.calibration(9)[:4], batches.calibration(4))
 
 
+def test_the_end_is_scored_on_all_validation_images() -> None:
+    data, extra = image_data(), image_data(9).train
+    assert make().end().targets.tolist() == data.validation.labels.tolist()
+    end = ImageBatches(replace(data, extra=extra), BATCH, device=CPU).end()
+    assert end.targets.tolist() == [*data.validation.labels.tolist(), *range(9)]
+    torch.testing.assert_close(end.inputs, normalised(torch.cat([data.validation.images, extra.images])))
+
+
 def test_calibration_takes_what_there_is() -> None:
     """A data set smaller than the calibration batch gives all its training images."""
     assert len(make().calibration(512)) == COUNT

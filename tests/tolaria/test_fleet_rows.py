@@ -1,6 +1,7 @@
 """Which rows a fleet runs: who pays for what."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
-from esper.tolaria import HostFleet
+from esper.tolaria import HostFleet, get_task
 from esper.tolaria.banks import Bank, bucket
 from esper.tolaria.rows import START, Act, Rows
 
@@ -257,3 +258,12 @@ def test_rows_move_no_statistics_but_the_main_ones() -> None:
     beside.train_step()
     for name, buffer in alone.host.buffers.items():
         assert torch.equal(buffer, beside.host.buffers[name])
+
+
+def test_the_end_of_an_episode_is_scored_on_more_images() -> None:
+    """An ungrown host has the same hits on the validation images, which come first."""
+    fleet = HostFleet(replace(get_task("digits_blind"), extra_size=200), 2)
+    steps, ends = fleet.validate(deployed=False), fleet.validate_committed()
+    for step, end in zip(steps, ends, strict=True):
+        assert end.hits.shape == (600,)
+        assert torch.equal(end.hits[:400], step.main.hits)

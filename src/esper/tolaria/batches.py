@@ -123,6 +123,11 @@ class ImageBatches:
         """Images carved from the training set, the same for every host."""
         return self._prepare(self._data.validation)
 
+    def end(self) -> Samples:
+        """All validation images, those for the end of an episode included."""
+        extra = () if self._data.extra is None else (self._prepare(self._data.extra),)
+        return Samples(*map(torch.cat, zip(self.validation(), *extra, strict=True)))
+
     def test(self) -> Samples:
         """Test images, for a final evaluation only."""
         return self._prepare(self._data.test)
@@ -194,6 +199,8 @@ class TextBatches:
     def validation(self) -> Samples:
         """The validation text, cut into windows."""
         return self._cut(self._data.validation)
+
+    end = validation
 
     def test(self) -> Samples:
         """The test text, for a final evaluation only."""

@@ -235,15 +235,21 @@ class HostFleet:
             return measure(self, self._memory, deployed=deployed)
 
     def validate_committed(self, *, final: bool = False) -> list[RowScore]:
-        """Score every host with its fossils alone, as it will be hardened. `final` uses the test images instead."""
+        """Score every host with its fossils alone, as it will be hardened, on all validation images of the task.
+
+        `final` uses the test images instead."""
         with memory_guard(self, "validating"):
             self.update_plan()
-            return measure_committed(self, self._memory, self.batches.test() if final else self._memory.samples)
+            return measure_committed(self, self._memory, self.batches.test() if final else self._end)
 
     @cached_property
     def _memory(self) -> ValidationMemory:
         calibration = self.batches.calibration(self.task.calibration_size)
         return ValidationMemory(self, self.batches.validation(), calibration)
+
+    @cached_property
+    def _end(self) -> Samples:
+        return self.batches.end()
 
     def points(self, rows: Sequence[RowScore]) -> Tensor:
         """Accuracy (rows,) in percent, or percent below the loss of guessing, on the device."""

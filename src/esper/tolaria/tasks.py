@@ -57,6 +57,7 @@ class Task:
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     resolution: int | None = None  # side to which images are averaged down; None: original size
     train_size: int | None = None
+    extra_size: int = 0  # validation images beside these, which score the end of an episode only
     shift: int = 0  # augmentation: pixels by which training images may move
     flip: bool = False
     calibration_size: int = 512
@@ -137,7 +138,7 @@ class Task:
 
     def load_data(self, data_dir: Path | str | None = None) -> ImageData | TextData:
         """The data set, loaded once and shared between callers."""
-        return load(self.dataset, self.validation_size, self.train_size, self.resolution, data_dir)
+        return load(self.dataset, self.validation_size, self.train_size, self.resolution, data_dir, self.extra_size)
 
     def load_batches(self, data_dir: Path | str | None = None, device: torch.device | str = "cpu") -> Batches:
         """The data on a device, ready to draw minibatches from."""
@@ -201,6 +202,7 @@ _CIFAR_BASELINE = replace(
     batches_per_step=40,
     batch=256,
     validation_size=2_000,
+    extra_size=8_000,
     shift=4,
     flip=True,
     optimiser=OptimiserConfig(rate=0.1),
@@ -230,6 +232,7 @@ for _task in (
         batches_per_step=40,
         batch=128,
         validation_size=2_000,
+        extra_size=8_000,
         resolution=14,
     ),
     _CIFAR_BASELINE,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.errors import BadValueError, DataError, UnknownNameError
-from esper.tolaria.data import DATASET_NAMES, ImageData, is_present, load, readers
+from esper.tolaria.data import DATASET_NAMES, ImageData, data_digest, is_present, load, readers
 from esper.tolaria.data.arrays import (
     ImageArrays,
     LabelledImages,
@@ -74,6 +74,19 @@ def test_validation_does_not_depend_on_the_other_sizes() -> None:
     assert set(rows(small.train.images)) <= set(rows(whole.train.images))
     assert rows(small.test.images) == rows(whole.test.images)
     assert torch.bincount(small.train.labels).sub(10).abs().max() <= 1
+
+
+def test_images_for_the_end_of_an_episode_come_from_the_training_part() -> None:
+    plain, held = load_images("digits"), load_images("digits", extra_size=200)
+    assert plain.extra is None and held.extra is not None
+    assert rows(held.validation.images) == rows(plain.validation.images)
+    assert sorted(rows(held.extra.images) + rows(held.train.images)) == sorted(rows(plain.train.images))
+    assert torch.bincount(held.extra.labels).sub(20).abs().max() <= 1
+    assert data_digest(held) != data_digest(plain)
+    with pytest.raises(DataError, match="1400 samples for validation"):
+        load_images("digits", extra_size=1_000)
+    with pytest.raises(BadValueError, match="is text; omit resolution None and extra_size 5"):
+        load("tinyshakespeare", 100, extra_size=5)
 
 
 def test_a_loaded_set_is_shared() -> None:

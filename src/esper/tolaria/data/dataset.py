@@ -46,6 +46,7 @@ class ImageData:
     classes: tuple[str, ...]  # in the order of the labels
     mean: tuple[float, ...]  # of each channel over the training part, for pixels scaled to 0..1
     std: tuple[float, ...]
+    extra: ImagePart | None = None  # more validation images, for the end of an episode
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +102,22 @@ def load(
     train_size: int | None = None,
     resolution: int | None = None,
     data_dir: Path | str | None = None,
+    extra_size: int = 0,
 ) -> ImageData | TextData:
     """Load a set by name, fetching missing files. Loaded sets are cached for the life of the process.
 
     Sizes count images or characters; by default training takes what validation leaves. `resolution` averages square
-    images down to that height. The validation set does not depend on `train_size` or `resolution`.
+    images down to that height. `extra_size` sets more images aside for validation. The validation set does not depend
+    on `train_size`, `resolution` or `extra_size`.
     """
     for field, size in (("validation_size", validation_size), ("train_size", train_size)):
         if size is not None and size < 1:
             raise BadValueError(f"{field} must be at least 1, not {size}")
     name, directory = _resolve(name, data_dir)
     if name in _IMAGE_READERS:
-        return _load_images(name, directory / name, validation_size, train_size, resolution)
-    if resolution is not None:
-        raise BadValueError(f"{name} is text and has no resolution; omit {resolution}")
+        return _load_images(name, directory / name, validation_size, train_size, resolution, extra_size)
+    if resolution is not None or extra_size:
+        raise BadValueError(f"{name} is text; omit resolution {resolution} and extra_size {extra_size}")
     return _load_text(name, directory / name, validation_size, train_size)
 
 
@@ -135,20 +138,30 @@ def _check_sizes(name: str, available: int, validation_size: int, train_size: in
 
 @lru_cache(maxsize=LOADED_SETS)
 def _load_images(
-    name: str, folder: Path, validation_size: int, train_size: int | None, resolution: int | None
+    name: str,
+    folder: Path,
+    validation_size: int,
+    train_size: int | None,
+    resolution: int | None,
+    extra_size: int,
 ) -> ImageData:
     arrays = _IMAGE_READERS[name](folder)
     available = len(arrays.train.labels)
-    _check_sizes(name, available, validation_size, train_size)
+    _check_sizes(name, available, validation_size + extra_size, train_size)
     # Validation first and alone, so that it does not depend on the size of the training part.
     validation, rest = stratified_split(arrays.train.labels, (validation_size, available - validation_size))
+    extra = None
+    if extra_size:
+        chosen, left = stratified_split(arrays.train.labels[rest], (extra_size, len(rest) - extra_size))
+        extra, rest = _image_part(arrays.train, rest[chosen], resolution), rest[left]
     if train_size is not None:
         (chosen,) = stratified_split(arrays.train.labels[rest], (train_size,))
         rest = rest[chosen]
     train = _image_part(arrays.train, rest, resolution)
     test = _image_part(arrays.test, np.arange(len(arrays.test.labels)), resolution)
     mean, std = channel_statistics(train.images)
-    return ImageData(name, train, _image_part(arrays.train, validation, resolution), test, arrays.classes, mean, std)
+    held_out = _image_part(arrays.train, validation, resolution)
+    return ImageData(name, train, held_out, test, arrays.classes, mean, std, extra)
 
 
 def _image_part(samples: LabelledImages, indices: NDArray[np.int64], resolution: int | None) -> ImagePart:
@@ -173,7 +186,8 @@ def _load_text(name: str, folder: Path, validation_size: int, train_size: int | 
 def data_digest(data: ImageData | TextData) -> str:
     """Digest of all samples: sets of one name may be different copies. Takes 0.3 s for CIFAR-10, once per set."""
     digest = hashlib.sha256()
-    for part in (data.train, data.validation, data.test):
+    extra = (data.extra,) if isinstance(data, ImageData) and data.extra is not None else ()
+    for part in (data.train, data.validation, data.test, *extra):
         for tensor in part if isinstance(part, ImagePart) else (part,):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.flatten().numpy().data)
