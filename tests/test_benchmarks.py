@@ -62,6 +62,7 @@ def test_help(
         ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
         ("grower_cost", ["--pairs", "2", "--images", "32"]),
         ("record_throughput", ["--episodes", "40", "--minibatch", "16"]),
+        ("transfer", ["--tasks", "digits_blind_two_slots", "--hosts", "2"]),
     ],
 )
 def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
