@@ -9,13 +9,14 @@ from esper.kasmina.row_layout import (
     add_rows,
     cat_rows,
     copy_rows,
+    from_small,
     share_rows,
     split_rows,
     take_rows,
     unfold_rows,
 )
 
-SHAPES = {"images": (5, 3, 2, 4, 4), "tokens": (5, 3, 7, 4), "vectors": (5, 3, 4)}
+SHAPES = {"images": (5, 3, 2, 9, 9), "small images": (5, 3, 2, 4, 4), "tokens": (5, 3, 7, 4), "vectors": (5, 3, 4)}
 GROUPS = [torch.tensor([3, 0]), torch.tensor([1, 1, 4])]
 """Disjoint, the second with padding."""
 
@@ -27,6 +28,8 @@ def stream(kind: str) -> Tensor:
     if kind == "images":
         channels, *size = rest
         return unfold_rows(torch.randn(batch, rows * channels, *size, generator=generator), rows)
+    if kind == "small images":
+        return from_small(torch.randn(rows, *rest, batch, generator=generator))
     return torch.randn(SHAPES[kind], generator=generator)
 
 

@@ -261,8 +261,9 @@ def test_blueprint(topology: Topology, name: str, width: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows_between_layers_are_never_copied(rows: int) -> None:
-    """What leaves an image layer folds back by a view, so the next layer reads the same memory."""
-    x = noise((rows, BATCH, 6, 4, 4), torch.float32)
+    """What leaves an image layer folds back by a view, so the next layer reads the same memory (`test_products` has the
+    small images)."""
+    x = noise((rows, BATCH, 6, 18, 18), torch.float32)
     for name in ("conv 3x3", "conv depthwise", "batch norm, train", "batch norm, eval", "group norm", "max pool"):
         make, shape = LAYERS[name]
         modules = different(make, rows, torch.float32)
@@ -279,7 +280,7 @@ def test_rows_between_layers_are_never_copied(rows: int) -> None:
 
 def test_elementwise_operations_keep_the_storage() -> None:
     """ReLU, sums and a blend of what left a row layer need no copy either."""
-    y = unfold_rows(noise((BATCH, 3 * 6, 4, 4), torch.float32), 3)
+    y = unfold_rows(noise((BATCH, 3 * 6, 9, 9), torch.float32), 3)
     for h in (torch.relu(y), y + 0.5 * y, y * torch.ones(3, 1, 6, 1, 1)):
         assert fold_rows(h).data_ptr() == h.data_ptr()
 

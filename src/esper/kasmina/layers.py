@@ -17,7 +17,19 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from esper.kasmina.row_layout import BACK, STORED, fold_rows, has_kernels, unfold_rows
+from esper.kasmina import products
+from esper.kasmina.row_layout import (
+    BACK,
+    STORED,
+    fold_rows,
+    from_small,
+    has_kernels,
+    is_lone_small,
+    is_small,
+    layout_of,
+    store_small,
+    unfold_rows,
+)
 
 Statistics = dict[str, Tensor]
 """Buffer name → its value for this batch alone."""
@@ -47,9 +59,16 @@ def write_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> Non
 
 def max_pool(x: Tensor, size: int = 2) -> Tensor:
     """Max-pool images of one network or of rows."""
+    if is_small(x) and size == 2:
+        return from_small(products.max_pool(store_small(x)))
     if x.dim() == 5:
         return unfold_rows(F.max_pool2d(fold_rows(x), size), x.shape[0])
     return F.max_pool2d(x, size)
+
+
+def lone(x: Tensor) -> Tensor:
+    """The only row of x, stored as torch stores images: whoever reads it may want to view it otherwise."""
+    return x[0].contiguous()
 
 
 def reset_parameters(module: nn.Module, rng_seed: int) -> None:
@@ -126,12 +145,19 @@ class Conv2d(Layer):
         if self.mask is not None:
             weight = weight * (self.mask if weight.dim() == 4 else self.mask[:, None, None])
         if weight.dim() == 4:
+            if is_lone_small(x):
+                return lone(self._small(x[None], weight[None]))
             return F.conv2d(x, weight, padding=self.kernel_size // 2, groups=self.groups)
+        if is_small(x):
+            return self._small(x, weight)
         if has_kernels(x) and (self.groups == 1 or self.inputs == self.outputs):
             return self._cuda_rows(x, weight)
         rows = weight.shape[0]
         y = F.conv2d(fold_rows(x), weight.flatten(0, 1), padding=self.kernel_size // 2, groups=rows * self.groups)
         return unfold_rows(y, rows)
+
+    def _small(self, x: Tensor, weight: Tensor) -> Tensor:
+        return from_small(products.convolve(store_small(x), weight, self.groups))
 
     def _cuda_rows(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve rows on CUDA, where cuDNN runs most grouped convolutions row by row.
@@ -217,6 +243,11 @@ class BatchNorm2d(_AffineNorm):
 
     def forward(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
         rows = self.weight.dim() == 2
+        if is_small(x):
+            return self._small(x, train)
+        if is_lone_small(x):
+            y, statistics = self._small(x[None], train)
+            return lone(y), statistics
         folded = fold_rows(x) if rows else x
         if train:
             # With momentum 1 the kernel writes the batch's mean and unbiased variance into these two.
@@ -232,16 +263,32 @@ class BatchNorm2d(_AffineNorm):
         return y, {"running_mean": mean, "running_var": var} if train else {}
 
     def relu_pool(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        """The norm, ReLU and 2×2 max pooling. For rows on CUDA this is one kernel instead of five passes."""
+        """The norm, ReLU and 2×2 max pooling. For rows this is one kernel on CUDA, and one pass on the CPU."""
         even = x.shape[-1] % 2 == 0 and x.shape[-2] % 2 == 0
-        if not (train and even and x.device.type == "cuda" and self.weight.dim() == 2):
+        if not (train and even and self.weight.dim() == 2) or layout_of(x) == "cpu":
             y, statistics = self(x, train)
-            return max_pool(F.relu(y)), statistics
+            return F.relu(max_pool(y)), statistics  # in this order the ReLU has a quarter of the work
+        if is_small(x):
+            return self._small(x, train, pooled=True)
         from esper.kasmina.kernels.host_blocks import norm_relu_pool  # needs triton
 
         y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps)
         shape = self.running_mean.shape
         return unfold_rows(y, x.shape[0]), {"running_mean": mean.view(shape), "running_var": var.view(shape)}
+
+    def _small(self, x: Tensor, train: bool, *, pooled: bool = False) -> tuple[Tensor, Statistics]:
+        shape, stored = self.weight.shape, store_small(x).to(self.weight.dtype)
+        weight, bias = (values.view(len(x), -1) for values in (self.weight, self.bias))
+        if not train:
+            slope = weight * (self.running_var.view_as(weight) + self.eps).rsqrt()
+            offset = bias - self.running_mean.view_as(weight) * slope
+            slope, offset = (values[..., None, None, None] for values in (slope, offset))
+            return from_small(torch.addcmul(offset, stored, slope).to(x.dtype)), {}
+        norm = products.norm_relu_pool if pooled else products.batch_norm
+        y, mean, variance = norm(stored, weight, bias, self.eps)
+        count = stored[0, 0].numel()
+        unbiased = variance * (count / max(count - 1, 1))
+        return from_small(y.to(x.dtype)), {"running_mean": mean.view(shape), "running_var": unbiased.view(shape)}
 
 
 class GroupNorm(_AffineNorm):
@@ -252,8 +299,12 @@ class GroupNorm(_AffineNorm):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_lone_small(x):
+            return lone(self._small(x[None], self.weight[None], self.bias[None]))
         if self.weight.dim() == 1:
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+        if is_small(x):
+            return self._small(x, self.weight, self.bias)
         rows, group_width = x.shape[0], self.width // self.groups
         if has_kernels(x) and group_width & (group_width - 1) == 0:
             from esper.kasmina.kernels.rows import group_norm_stored
@@ -263,6 +314,9 @@ class GroupNorm(_AffineNorm):
         # Each row's channels are contiguous, so its groups are too.
         y = F.group_norm(fold_rows(x), rows * self.groups, self.weight.flatten(), self.bias.flatten(), self.eps)
         return unfold_rows(y, rows)
+
+    def _small(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return from_small(products.group_norm(store_small(x), weight, bias, self.groups, self.eps))
 
 
 class LayerNorm(_AffineNorm):

@@ -1,7 +1,8 @@
 """Memory layout of rows: how images of R networks are stored, and how rows are gathered, added and concatenated.
 
-Images of R rows are logically `(R, B, C, H, W)` and stored as `(B, R·C, H, W)`, channels last on CUDA, so that a
-grouped convolution and the norms need no copy. Only the functions here and the CUDA kernels depend on this.
+Images of R rows are logically `(R, B, C, H, W)`. They are stored as `(B, R·C, H, W)`, channels last on CUDA, so that a
+grouped convolution and the norms need no copy. On the CPU small ones are stored as `(R, C, H, W, B)`, for `products`.
+Only the functions here, `products` and the CUDA kernels depend on this.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +14,48 @@ from torch import Tensor
 
 # Axes (rows, batch, channels, height, width) in memory order. A grouped convolution then sees channels-last images on
 # CUDA and contiguous ones on the CPU.
-STORED = {"cuda": (1, 3, 4, 0, 2), "cpu": (1, 0, 2, 3, 4)}
-BACK = {"cuda": (3, 0, 4, 1, 2), "cpu": (1, 0, 2, 3, 4)}
-_ROW_AXIS = {"cuda": 3, "cpu": 1}
+STORED = {"cuda": (1, 3, 4, 0, 2), "cpu": (1, 0, 2, 3, 4), "small": (0, 2, 3, 4, 1)}
+BACK = {"cuda": (3, 0, 4, 1, 2), "cpu": (1, 0, 2, 3, 4), "small": (0, 4, 1, 2, 3)}
+_ROW_AXIS = {"cuda": 3, "cpu": 1, "small": 0}
+SMALL = 64  # pixels up to which products are faster than grouped convolutions
+
+
+def layout_of(x: Tensor) -> str:
+    """The name of the layout of images (…, H, W)."""
+    return "small" if x.device.type == "cpu" and x.shape[-2] * x.shape[-1] <= SMALL else x.device.type
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether these are rows of images for `products`."""
+    return x.dim() == 5 and layout_of(x) == "small"
+
+
+def is_lone_small(x: Tensor) -> bool:
+    """Whether these are images of a single network for which `products` serve too, so that it rounds like a fleet.
+
+    Not where somebody records or transforms what is called: they know torch's own functions better.
+    """
+    return x.dim() == 4 and not _observed() and layout_of(x) == "small"
+
+
+def _observed() -> bool:
+    """Whether torch is compiling or tracing, casts by itself, or transforms (`torch.func`)."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None  # there are no public questions for these two
+    )
+
+
+def store_small(x: Tensor) -> Tensor:
+    """(R, B, C, H, W) → (R, C, H, W, B), contiguous; a view if the rows are stored that way."""
+    return x.permute(STORED["small"]).contiguous()
+
+
+def from_small(x: Tensor) -> Tensor:
+    """(R, C, H, W, B) → (R, B, C, H, W), a view."""
+    return x.permute(BACK["small"])
 
 
 def fold_rows(x: Tensor) -> Tensor:
@@ -39,12 +79,13 @@ def _as_stored(x: Tensor) -> tuple[Tensor, int]:
     """`x` with axes in memory order, and the axis of its rows."""
     if x.dim() != 5:
         return x, 0
-    return x.permute(STORED[x.device.type]), _ROW_AXIS[x.device.type]
+    layout = layout_of(x)
+    return x.permute(STORED[layout]), _ROW_AXIS[layout]
 
 
-def _back(x: Tensor) -> Tensor:
-    """From memory order to (R, B, …)."""
-    return x.permute(BACK[x.device.type]) if x.dim() == 5 else x
+def _back(stored: Tensor, like: Tensor) -> Tensor:
+    """From memory order to the axes of `like` (R, B, …), which has the same layout."""
+    return stored.permute(BACK[layout_of(like)]) if like.dim() == 5 else stored
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -54,26 +95,26 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     if stored.dim() == 5 and stored.is_contiguous() and x.device.type == "cuda" and not recorded:
         from esper.kasmina.kernels.rows import take_stored  # only CUDA builds include triton
 
-        return _back(take_stored(stored, rows))
-    return _back(stored.index_select(axis, rows))
+        return _back(take_stored(stored, rows), x)
+    return _back(stored.index_select(axis, rows), x)
 
 
 def cat_rows(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate rows."""
     stored, axes = zip(*(_as_stored(part) for part in parts), strict=True)
-    return _back(torch.cat(stored, axes[0]))
+    return _back(torch.cat(stored, axes[0]), parts[0])
 
 
 def split_rows(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """The first rows and the rest, each contiguous in the stored layout."""
     stored, axis = _as_stored(x)
     before, behind = stored.split([first, stored.shape[axis] - first], axis)
-    return _back(before.contiguous()), _back(behind.contiguous())
+    return _back(before.contiguous(), x), _back(behind.contiguous(), x)
 
 
 def copy_rows(x: Tensor) -> Tensor:
     """A copy in the stored layout."""
-    return _back(_as_stored(x)[0].clone(memory_format=torch.contiguous_format))
+    return _back(_as_stored(x)[0].clone(memory_format=torch.contiguous_format), x)
 
 
 def add_into_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -33,6 +33,13 @@ def bucket(count: int) -> int:
     return next((size for size in BUCKETS if count <= size), beyond)
 
 
+def with_spare(count: int) -> int:
+    """The size of a group on the CPU, where shapes need not recur: a spare entry behind the members.
+
+    A member's last bits must not depend on whether it is alone, or in the odd rest of a vector kernel."""
+    return count + 1 if count else 0
+
+
 def per_member(values: Tensor, like: Tensor) -> Tensor:
     """(M,) reshaped to multiply (M, …)."""
     return values.reshape(-1, *[1] * (like.dim() - 1))
@@ -123,44 +130,55 @@ class StackedOptimizer:
         self.steps = weights.matrix.new_zeros(len(weights))
 
     @torch.no_grad()
-    def step(self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None, members: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors.
-        Returns per member the gradient's norm before clipping, and the update's norm relative to that of weights."""
-        gradient = self.weights.gradient()
+        `members`: the numbers of all that take part, so that the others cost nothing.
+        Returns per member the gradient's norm before clipping, and the update's norm relative to that of weights; of
+        `members` alone, if they are given."""
+        chosen = slice(None) if members is None else members
+        gradient, matrix, used = self.weights.gradient()[chosen], self.weights.matrix[chosen], _rows(used, chosen)
         if used is not None:
             gradient = gradient.where(used, 0.0)
         norms = gradient.square().sum(1).sqrt()
         clipped = gradient * (self.config.clip_norm / (norms + CLIP_EPS)).clamp(max=1.0)[:, None]
-        steps = takes_part & norms.isfinite()
-        self.steps += steps
+        steps = takes_part[chosen] & norms.isfinite()
+        self.steps[chosen] += steps
         mask = steps[:, None] if used is None else steps[:, None] & used
-        update = self._update(clipped, rates[:, None], mask)
-        before = self.weights.matrix.square().sum(1).sqrt()
-        self.weights.matrix += update
+        state = {name: tensor[chosen] for name, tensor in self.state.items()}
+        moved, update = self._update(clipped, matrix, state, self.steps[chosen][:, None], rates[chosen][:, None])
+        for name, tensor in moved.items():
+            self.state[name][chosen] = tensor.where(mask, state[name])
+        update = update.where(mask, 0.0)
+        before = matrix.square().sum(1).sqrt()
+        self.weights.matrix[chosen] += update
         return norms, update.square().sum(1).sqrt() / before
 
-    def _update(self, gradient: Tensor, rate: Tensor, mask: Tensor) -> Tensor:
-        matrix, decay = self.weights.matrix, self.config.weight_decay
+    def _update(
+        self, gradient: Tensor, matrix: Tensor, state: Mapping[str, Tensor], steps: Tensor, rate: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The next state, and what is added to the weights, if every member takes part."""
+        decay = self.config.weight_decay
         if self.config.kind == "sgd":
-            momentum = self.state["momentum"]
-            moved = self.config.momentum * momentum + gradient + decay * matrix
-            momentum.copy_(moved.where(mask, momentum))
-            return (-rate * moved).where(mask, 0.0)
-        mean, square = self.state["mean"], self.state["square"]
-        new_mean = mean + (1 - ADAM_BETAS[0]) * (gradient - mean)
-        new_square = ADAM_BETAS[1] * square + (1 - ADAM_BETAS[1]) * gradient.square()
+            momentum = self.config.momentum * state["momentum"] + gradient + decay * matrix
+            return {"momentum": momentum}, -rate * momentum
+        mean = state["mean"] + (1 - ADAM_BETAS[0]) * (gradient - state["mean"])
+        square = ADAM_BETAS[1] * state["square"] + (1 - ADAM_BETAS[1]) * gradient.square()
         # A member that never stepped divides by zero here; the mask leaves it out.
-        correction1, correction2 = (1 - beta ** self.steps[:, None] for beta in ADAM_BETAS)
-        denominator = new_square.sqrt() / correction2.sqrt() + ADAM_EPS
-        mean.copy_(new_mean.where(mask, mean))
-        square.copy_(new_square.where(mask, square))
-        return (-rate * decay * matrix - rate / correction1 * new_mean / denominator).where(mask, 0.0)
+        correction1, correction2 = (1 - beta**steps for beta in ADAM_BETAS)
+        denominator = square.sqrt() / correction2.sqrt() + ADAM_EPS
+        return {"mean": mean, "square": square}, -rate * decay * matrix - rate / correction1 * mean / denominator
 
     def clear(self, member: int | slice) -> None:
         """Reset the state of one member, or of several."""
         self.steps[member] = 0
         for tensor in self.state.values():
             tensor[member] = 0
+
+
+def _rows(values: Tensor | None, chosen: slice | Tensor) -> Tensor | None:
+    return None if values is None else values[chosen]
 
 
 class Bank:
@@ -185,6 +203,7 @@ class Bank:
         self.strength, self.full = torch.zeros(2, n, dtype=dtype, device=device)  # at the present alpha, at alpha 1
         # Which parameters each member has: those of a gate only where the style has one.
         self.used = torch.zeros_like(self.weights.matrix, dtype=torch.bool)
+        self.members: Tensor | None = None  # numbers of those that take part; on CUDA shapes must not depend on them
         self._settled: list[SeedState | None] | None = None
 
     def plant(self, env: int, rng_seed: int) -> None:
@@ -215,6 +234,8 @@ class Bank:
         self.style.copy_(torch.tensor([BLEND_STYLES.index(style) for style in styles]))
         self.takes_part.copy_(torch.tensor(trains) | torch.tensor(acts))
         self.newborn.copy_(torch.tensor(trains) & torch.tensor(young))
+        if self.device.type == "cpu":
+            self.members = self.takes_part.nonzero().squeeze(1)
         self.full.copy_(conductance)
         alphas = torch.tensor([0.0 if state is None else state.alpha for state in states], dtype=self.dtype)
         self.strength.copy_(alphas.to(self.device) * self.full)
@@ -239,8 +260,7 @@ class Bank:
             effect = torch.where(per_member(style == BLEND_STYLES.index("multiply"), h), h * torch.tanh(delta), effect)
         if gate is not None:
             effect = torch.where(per_member(style == BLEND_STYLES.index("gate"), h), gate * delta, effect)
-        effect = per_member(strength, h).to(effect.dtype) * effect
-        return torch.where(per_member(valid, effect), effect, 0.0)
+        return per_member(strength, h).to(effect.dtype) * effect  # padding has strength 0
 
     def _call(self, part: str, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
         own = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
@@ -250,8 +270,11 @@ class Bank:
     def step(self, rates: Tensor, warm: Tensor) -> Tensor:
         """Step all seeds that train, at these rates (envs,), newborns at the share `warm` of it. Returns their gradient
         norms (envs,), 0 for others."""
-        norms, _ = self.optimizer.step(rates.where(~self.newborn, rates * warm), self.takes_part, self.used)
-        return norms.where(self.takes_part, 0.0)
+        rates = rates.where(~self.newborn, rates * warm)
+        norms, _ = self.optimizer.step(rates, self.takes_part, self.used, self.members)
+        if self.members is None:
+            return norms.where(self.takes_part, 0.0)
+        return torch.zeros_like(rates).index_copy_(0, self.members, norms)
 
     def _fresh(self, rng_seed: int | None) -> nn.ModuleDict:
         slot = self.slot

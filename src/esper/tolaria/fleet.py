@@ -21,7 +21,7 @@ from esper.kasmina.layers import BATCH_NORM_MOMENTUM, Statistics
 from esper.kasmina.slot import ISOLATIONS, Isolation
 from esper.leyline import BadValueError, SlotConfig, StageChange, derive_seed, relative_gain
 from esper.leyline.numbers import require_known
-from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member
+from esper.tolaria.banks import Bank, StackedOptimizer, bucket, per_member, with_spare
 from esper.tolaria.batches import Batches, Samples
 from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic, SnapshotStore
@@ -285,6 +285,8 @@ class HostFleet:
     def group_size(self, group: tuple[object, ...], count: int) -> int:
         """The padded size of a group of `count` rows or members. Where graphs are replayed a group never shrinks: after
         some episodes all structures have been met, and padding costs less than a new graph."""
+        if self.device.type == "cpu":
+            return with_spare(count)
         size = bucket(count)
         if self.graphs is not None:
             size = self._sizes[group] = max(size, self._sizes.get(group, 0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import ACTIVE_STAGES, SeedStage
-from esper.tolaria.banks import Bank, bucket
+from esper.tolaria.banks import Bank, bucket, with_spare
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -99,7 +99,7 @@ def make_plan(fleet: "HostFleet") -> PassPlan:
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     row_of = {env: env for env in range(len(everyone))}
     main_entries = _entries(fleet, row_of)
-    main_acts = _acts(fleet, main_entries, lambda _, count: bucket(count))
+    main_acts = _acts(fleet, main_entries, _eval_size)
     main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
     if fleet.isolation == "straight_through":
         acts = _acts(fleet, main_entries, bank_size("acts"))
@@ -154,10 +154,7 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[See
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    if bank.device.type == "cuda":
-        return bucket(count)
-    # A spare entry: a member's last bits must not depend on whether it is alone, or in the odd rest of a vector kernel.
-    return count + 1 if count else 0
+    return bucket(count) if bank.device.type == "cuda" else with_spare(count)
 
 
 def _extras(fleet: "HostFleet") -> list[Extra]:
@@ -205,6 +202,7 @@ def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, lis
             )
             valid = torch.arange(size, device=bank.device) < len(own)
             strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
+            strength = strength.where(valid, 0.0)
             act = Act(bank, rows, members, strength, valid, learns & valid)
             acts.setdefault(fleet.places[key[0]], []).append(act)
     return acts

@@ -202,7 +202,8 @@ def test_what_the_data_are_matters(ran: Ran, tmp_path: Path, monkeypatch: pytest
     """The same pictures in another place are the same data; one picture that differs, in a set of the same name and
     size, makes others of them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    small = replace(get_task("cifar_baseline"), name="pictures", dataset="cifar10_jpeg", validation_size=10, batch=2)
+    task = replace(get_task("cifar_baseline"), validation_size=10, extra_size=0, batch=2)
+    small = replace(task, name="pictures", dataset="cifar10_jpeg")
     monkeypatch.setattr(TaskRegistry, "_tasks", {**TaskRegistry._tasks, "pictures": small})
     folders = [write_images(tmp_path / name, shade) for name, shade in (("one", 60), ("same", 60), ("other", 61))]
     one, same, other = (
@@ -227,6 +228,7 @@ def test_every_part_of_the_data_counts() -> None:
         *(replace(images, train=other) for other in changed),
         *(replace(images, validation=other) for other in changed),
         *(replace(images, test=other) for other in changed),
+        *(replace(images, extra=other) for other in changed),
         replace(text, train=torch.arange(9)), replace(text, validation=torch.arange(9)),
         replace(text, test=torch.arange(9)),
     ]  # fmt: skip

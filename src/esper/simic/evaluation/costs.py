@@ -56,9 +56,9 @@ class CostMeter:
         calibration = batches.calibration(task.calibration_size)
         self._batch, self._calibration = task.batch, len(calibration)
         self._validation = len(batches.validation().inputs)
-        self._hardened = len(batches.test().inputs) if final else self._validation
+        self._hardened = len((batches.test() if final else batches.end()).inputs)
         self._minibatches, self._shadows = task.batches_per_step, fleet.isolation == "shadow"
-        inputs = calibration[:_INPUTS].cpu()
+        inputs = calibration[:_INPUTS].to("meta")
         segments = _segment_work(task.build_host(), inputs)
         positions = np.array(list(fleet.places.values()))
         self._host = float(segments.sum())
@@ -129,7 +129,9 @@ def _is_active(structure: Structure) -> NDArray[np.bool_]:
 
 @torch.no_grad()
 def _segment_work(host: Host, x: Tensor) -> Array:
-    work = []
+    """Multiply-adds of every segment per input. On the meta device nothing is computed, and convolutions are counted as
+    such, however the CPU may do them."""
+    work, host = [], host.to("meta")
     for index in range(len(host.segments)):
         with FlopCounterMode(display=False) as counter:
             x, _ = host.run_segment(index, x, False)
@@ -144,7 +146,7 @@ def _seed_work(slot: SlotSpec, name: str) -> float:
         return 0.0
     seed: nn.Module = BlueprintRegistry.build(slot.topology, name, slot.width, resolution=slot.resolution)
     with FlopCounterMode(display=False) as counter:
-        seed(torch.zeros(_INPUTS, *_shape(slot)))
+        seed.to("meta")(torch.zeros(_INPUTS, *_shape(slot), device="meta"))
     return float(counter.get_total_flops()) / 2 / _INPUTS
 
 

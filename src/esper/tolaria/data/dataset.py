@@ -116,8 +116,10 @@ def load(
     name, directory = _resolve(name, data_dir)
     if name in _IMAGE_READERS:
         return _load_images(name, directory / name, validation_size, train_size, resolution, extra_size)
-    if resolution is not None or extra_size:
-        raise BadValueError(f"{name} is text; omit resolution {resolution} and extra_size {extra_size}")
+    if resolution is not None:
+        raise BadValueError(f"{name} is text and has no resolution; omit {resolution}")
+    if extra_size:
+        raise BadValueError(f"{name} is text: the end is scored on all of its validation; omit extra_size {extra_size}")
     return _load_text(name, directory / name, validation_size, train_size)
 
 
