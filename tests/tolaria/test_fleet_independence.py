@@ -8,11 +8,13 @@ import pytest
 import torch
 from fleets import (
     ADAMW,
+    SEEDLINGS,
     Kind,
     assert_same,
     assert_same_env,
     assert_same_scores,
     everything_of,
+    grow,
     image_batches,
     make_fleet,
     task_of,
@@ -231,3 +233,22 @@ def test_two_runs_are_bit_equal() -> None:
             torch.rand(3)
     for env in range(first.n):
         assert_same_env(first, second, env)
+
+
+@pytest.mark.invariant(12)
+@KINDS
+@pytest.mark.parametrize("n", [9, 24, 64])
+@pytest.mark.default_cases("24-cnn", "9-gpt")
+def test_bits_do_not_depend_on_the_number_of_hosts(kind: Kind, n: int) -> None:
+    """Eight hosts in a fleet of eight, and in larger ones, where others have seeds in the same banks too."""
+    task = task_of(kind)
+    few, many = make_fleet(task), make_fleet(task, n)
+    others = [replace(one, env=env) for env in range(8, n) for one in SEEDLINGS[kind] if one.env == env % 8]
+    grow(many, others, task.slot_ids)
+    for _ in range(STEPS):
+        few.train_step(), many.train_step()
+        scores, more = few.validate(), many.validate()
+        for env in range(few.n):
+            assert_same_scores(more[env], scores[env])
+            assert_same_env(many, few, env)
+        few.tick(), many.tick()

@@ -91,22 +91,22 @@ def test_a_seed_that_waits_costs_nothing() -> None:
 
 
 def test_a_seed_that_trains_has_a_shadow_row() -> None:
-    """Born at its slot from its own env, with a spare row behind it; the main rows do not know of it."""
+    """Born at its slot from its own env, with two spare rows behind it (of 16 inputs); the main rows do not know of it."""
     fleet = bare()
     bring(fleet, 3, "r1c1", SeedStage.TRAINING)
     main, shadow, acts = fleet.update_plan()
     assert main.acts == {}
     assert shadow is not None
     assert shadow.valid is not None
-    assert shadow.valid.tolist() == [True, False]
+    assert shadow.valid.tolist() == [True, False, False]
     (birth,) = shadow.births
     assert birth.place == fleet.places["r1c1"]
     assert birth.parents[0] == shadow.env[0] == 3
     assert acting(acts) == [(birth.place, "r1c1", "conv_light", fleet.n)], "behind the main rows"
     (act,) = acts[birth.place]
     assert act.strength[0] == 1.0, "a shadow acts in full"
-    assert act.learns.tolist() == [True, False]
-    assert act.strength[1] == 0.0, "the spare does nothing"
+    assert act.learns.tolist() == [True, False, False]
+    assert act.strength[1:].tolist() == [0.0, 0.0], "spares do nothing"
 
 
 def test_a_seed_that_acts_is_in_the_main_row_alone() -> None:
@@ -118,11 +118,11 @@ def test_a_seed_that_acts_is_in_the_main_row_alone() -> None:
     place = fleet.places["r1c1"]
     assert acting(main.acts) == acting(acts) == [(place, "r1c1", "conv_light", 3)]
     assert float(acts[place][0].strength[0]) == pytest.approx(1 / 3)
-    assert acts[place][0].rows.tolist() == [3, 3], "padding points at a row that is there"
+    assert acts[place][0].rows.tolist() == [3, 3, 3], "padding points at a row that is there"
 
 
 def test_shadows_of_all_slots_are_one_pass() -> None:
-    """In order of their places, each with a spare row; below, the env's acting seeds act on them too."""
+    """In order of their places, each with spare rows; below, the env's acting seeds act on them too."""
     fleet = bare()
     for env in range(5):
         bring(fleet, env, "r1c2", SeedStage.TRAINING)
@@ -132,8 +132,8 @@ def test_shadows_of_all_slots_are_one_pass() -> None:
     assert shadow is not None
     assert shadow.valid is not None
     assert [(birth.place, len(birth.parents)) for birth in shadow.births] == [
-        (fleet.places["r1c0"], 2),
-        (fleet.places["r1c2"], 6),
+        (fleet.places["r1c0"], 3),
+        (fleet.places["r1c2"], 7),
     ]
     assert shadow.env[shadow.valid].tolist() == [6, 0, 1, 2, 3, 4]
     n = fleet.n
@@ -141,10 +141,10 @@ def test_shadows_of_all_slots_are_one_pass() -> None:
         (fleet.places["r1c0"], "r1c0", "norm", n),
         (fleet.places["r1c1"], "r1c1", "depthwise", 6),
         (fleet.places["r1c1"], "r1c1", "depthwise", n),
-        *((fleet.places["r1c2"], "r1c2", "conv_light", n + row) for row in range(2, 7)),
+        *((fleet.places["r1c2"], "r1c2", "conv_light", n + row) for row in range(3, 8)),
     ]
     (both,) = acts[fleet.places["r1c1"]]
-    assert both.learns.tolist() == [True, False, False], "a shadow trains its own seed alone"
+    assert both.learns.tolist() == [True, False, False, False], "a shadow trains its own seed alone"
 
 
 def test_only_training_seeds_are_paid_for() -> None:
@@ -159,7 +159,7 @@ def test_only_training_seeds_are_paid_for() -> None:
     assert int(shadow.valid.sum()) == len(training)
     assert sorted(shadow.env[shadow.valid].tolist()) == sorted(env for env, _ in training)
     places = [sum(slot == index for _, slot in training) for index in range(3)]
-    assert [len(birth.parents) for birth in shadow.births] == [with_spare(count) for count in places]
+    assert [len(birth.parents) for birth in shadow.births] == [with_spare(count, fleet.task.batch) for count in places]
     assert sorted((row, slot_id) for _, slot_id, _, row in acting(main.acts)) == active
     on_main = sorted((row, slot_id) for _, slot_id, _, row in acting(acts) if row < fleet.n)
     assert on_main == active
@@ -236,7 +236,7 @@ def test_passes_of_a_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     bring(fleet, 4, "r1c0", SeedStage.TRAINING)
     effects.clear()
     fleet.train_minibatch(samples, 0.1)
-    assert walks == [(8, 0), (8, 0), (8, 6)]  # three shadows, each with a spare
+    assert walks == [(8, 0), (8, 0), (8, 9)]  # three shadows, each with two spares
     assert sorted(effects) == ["r1c0 conv_light", "r1c1 conv_light", "r1c2 conv_light"]
 
 

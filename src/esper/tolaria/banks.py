@@ -33,11 +33,15 @@ def bucket(count: int) -> int:
     return next((size for size in BUCKETS if count <= size), beyond)
 
 
-def with_spare(count: int) -> int:
-    """The size of a group on the CPU, where shapes need not recur: a spare entry behind the members.
+LANES = 32  # numbers that a vector loop of torch takes at once; it computes the rest one by one, and rounds differently
 
-    A member's last bits must not depend on whether it is alone, or in the odd rest of a vector kernel."""
-    return count + 1 if count else 0
+
+def with_spare(count: int, inputs: int) -> int:
+    """The size of a group on the CPU, where shapes need not recur: spare entries behind the members.
+
+    They hold what a vector loop leaves over, even if there is one number per entry and input. So the last bits of a
+    member do not depend on the size of its group."""
+    return count + -(-LANES // inputs) if count else 0
 
 
 def per_member(values: Tensor, like: Tensor) -> Tensor:

@@ -282,12 +282,14 @@ class HostFleet:
             self._plan = make_plan(self)
         return self._plan
 
+    def padded(self, count: int) -> int:
+        """The least size of a group of `count` rows or members in a minibatch."""
+        return with_spare(count, self.task.batch) if self.device.type == "cpu" else bucket(count)
+
     def group_size(self, group: tuple[object, ...], count: int) -> int:
         """The padded size of a group of `count` rows or members. Where graphs are replayed a group never shrinks: after
         some episodes all structures have been met, and padding costs less than a new graph."""
-        if self.device.type == "cpu":
-            return with_spare(count)
-        size = bucket(count)
+        size = self.padded(count)
         if self.graphs is not None:
             size = self._sizes[group] = max(size, self._sizes.get(group, 0))
             self._most[group] = max(count, self._most.get(group, 0))

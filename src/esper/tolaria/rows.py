@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import ACTIVE_STAGES, SeedStage
-from esper.tolaria.banks import Bank, bucket, with_spare
+from esper.tolaria.banks import LANES, Bank, bucket, with_spare
 
 if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
@@ -99,7 +99,7 @@ def make_plan(fleet: "HostFleet") -> PassPlan:
     everyone = torch.arange(len(fleet.host.weights), device=fleet.device)
     row_of = {env: env for env in range(len(everyone))}
     main_entries = _entries(fleet, row_of)
-    main_acts = _acts(fleet, main_entries, _eval_size)
+    main_acts = _acts(fleet, main_entries, lambda _, count: fleet.padded(count))
     main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
     if fleet.isolation == "straight_through":
         acts = _acts(fleet, main_entries, bank_size("acts"))
@@ -154,7 +154,7 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[See
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    return bucket(count) if bank.device.type == "cuda" else with_spare(count)
+    return bucket(count) if bank.device.type == "cuda" else with_spare(count, LANES)  # of many inputs
 
 
 def _extras(fleet: "HostFleet") -> list[Extra]:
