@@ -91,7 +91,7 @@ def test_a_seed_that_waits_costs_nothing() -> None:
 
 
 def test_a_seed_that_trains_has_a_shadow_row() -> None:
-    """Born at its slot from its own env, with two spare rows behind it (of 16 inputs); the main rows do not know of it."""
+    """Born at its slot from its own env, with spare rows behind it; the main rows do not know of it."""
     fleet = bare()
     bring(fleet, 3, "r1c1", SeedStage.TRAINING)
     main, shadow, acts = fleet.update_plan()
