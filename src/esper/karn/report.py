@@ -12,6 +12,7 @@ from esper.karn.growth import read_growth
 from esper.karn.growth_page import growth_page
 from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
 from esper.karn.state import Episode, Round, RunState, is_of_grower, read_header, read_run
+from esper.karn.taught import read_taught, taught_section
 from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
@@ -20,6 +21,7 @@ from esper.storage.files import check_writable, replace_file
 
 SECTIONS = {
     "summary": "What was learned",
+    "teaching": "What it was taught",
     "growth": "Growth of hosts",
     "policies": "Policies compared",
     "learning": "Learning curves",
@@ -39,7 +41,7 @@ def write_report(
     """Write the page of a run, with timelines of `hosts` hosts of `round`, and return its path.
 
     Defaults: `report.html` and `evaluation*.json` in the run folder, and the last round. The folder of a Grower has one
-    model and no rounds; its page shows that.
+    model and no rounds; its page shows that. A run that was only taught has no growth, learning curves or health.
     """
     require_whole("hosts", hosts, 1)
     run_path = Path(run_path)
@@ -51,19 +53,23 @@ def write_report(
         check_writable(target)
         replace_file(target, growth_page(growth))
         return target
-    run = read_run(run_path, round)
+    taught = read_taught(run_path)
+    run = read_run(run_path, round, rounds_needed=taught is None or round is not None)
     check_writable(target)
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
     compared = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
-    contents = (
-        _summary(run), _growth(run, hosts), _policies(compared), _learning(run), _decisions(run), _health(run),
-    )  # fmt: skip
+    contents = {"summary": _summary(run)}
+    contents |= {} if taught is None else {"teaching": taught_section(taught)}
+    contents |= {"growth": _growth(run, hosts)} if run.rounds else {}
+    contents["policies"] = _policies(compared)
+    contents |= (
+        {"learning": _learning(run), "decisions": _decisions(run), "health": _health(run)} if run.rounds else {}
+    )
     sections = [
-        element("section", element("h2", heading), *parts, id=name)
-        for (name, heading), parts in zip(SECTIONS.items(), contents, strict=True)
+        element("section", element("h2", SECTIONS[name]), *parts, id=name) for name, parts in contents.items()
     ]
     title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
-    links = [element("a", heading, href=f"#{name}") for name, heading in SECTIONS.items()]
+    links = [element("a", SECTIONS[name], href=f"#{name}") for name in contents]
     header = element("header", element("h1", title), element("nav", *links))
     replace_file(target, page(title, header, *sections))
     return target
@@ -76,7 +82,7 @@ def _summary(run: RunState) -> list[Markup]:
         "seed": run.setting("seed"),
         "rounds": f"{len(run.rounds)} complete of {run.setting('rounds')}",
         "hosts per round": _present("{0}, controls included; {1} beside each control", run.config, "hosts", "members"),
-        "steps per episode": run.steps,
+        "steps per episode": run.steps if run.rounds else None,
         "heads and ops": run.setting("preset"),
         "sensing of empty slots": {"True": "on", "False": "off"}.get(str(run.setting("sensing"))),
         "reward": run.setting("reward", "family"),
@@ -178,6 +184,8 @@ def ends_of(run: RunState) -> tuple[list[Round], list[Round]]:
 
 def what_was_learned(run: RunState) -> list[str]:
     """A paragraph of sentences."""
+    if not run.rounds:
+        return ["The run has no complete round: its policy is the one that it was taught."]
     first, last = ends_of(run)
     begin, end = _span(first), _span(last)
     sentences = [f"No seed was committed in {end}."]

@@ -253,13 +253,17 @@ class RunState:
         return max(len(episode.accuracies) for episode in self.episodes[self.shown])
 
 
-def read_run(path: Path, shown: int | None = None) -> RunState:
-    """Read the run in a folder, with the details of one round (default: the last)."""
+def read_run(path: Path, shown: int | None = None, *, rounds_needed: bool = True) -> RunState:
+    """Read the run in a folder, with the details of one round (default: the last).
+
+    Without `rounds_needed`, a run that has no complete round yet is read too; it shows round −1."""
     header = read_header(path)
     if is_of_grower(header):
         raise BadValueError(f"{path} is the folder of a Grower: it has steps of one model, not rounds of hosts")
     git, torch_version = map(header.optional_text, ("git", "torch"))
     rounds = [_round(line) for line in metric_lines(path)]
+    if not rounds and not rounds_needed:
+        return RunState(path, header.inside("config"), git, torch_version, [], -1)
     if not rounds:
         raise BadValueError(f"{path} has no complete round yet: nothing to report before {METRICS} has a line")
     numbers = {entry.number for entry in rounds}
