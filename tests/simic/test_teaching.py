@@ -16,12 +16,14 @@ from esper.simic.agent import PPOAgent, PPOConfig, load_agent
 from esper.simic.offline.imitation import evaluate_steps
 from esper.simic.offline.transitions import Transitions
 from esper.simic.teaching import (
+    Imitated,
     Lessons,
     check_episodes,
     choose,
     expected_objectives,
     imitate_plans,
     plan_weights,
+    pool,
     search_plans,
     teach,
 )
@@ -101,6 +103,39 @@ def test_large_objectives_do_not_overflow() -> None:
     assert weights.tolist() == [0.0, 1.0]
 
 
+def test_pooling_moves_objectives_to_the_mean_of_their_plan() -> None:
+    """Plan 0 has 1 and 5 points, mean 3; plan 1 has 4 on its only host. Halfway: 2 and 4, and 4."""
+    objectives, plans = torch.tensor([1.0, 5.0, 4.0]), torch.tensor([0, 0, 1])
+    assert pool(objectives, plans, 0.0).tolist() == [1.0, 5.0, 4.0]
+    assert pool(objectives, plans, 0.5).tolist() == [2.0, 4.0, 4.0]
+    assert pool(objectives, plans, 1.0).tolist() == [3.0, 3.0, 4.0]
+
+
+def test_the_spread_is_that_of_each_task() -> None:
+    """Task 0: hosts with 0 and 2, and with 5 and 7: deviation 1. Task 1: 0 and 20: deviation 10."""
+    objectives, hosts = torch.tensor([0.0, 2.0, 5.0, 7.0, 0.0, 20.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    tasks = torch.tensor([0, 0, 0, 0, 1, 1])
+    given = lessons(2)._replace(objectives=objectives, hosts=hosts, tasks=tasks)
+    assert given.spread().tolist() == pytest.approx([1.0] * 4 + [10.0] * 2)
+    same = given._replace(objectives=torch.ones(6))
+    assert same.spread().tolist() == pytest.approx([teaching.LEAST_SPREAD] * 6)
+
+
+def test_where_hosts_are_alike_the_best_plan_by_its_mean_is_learned() -> None:
+    """Every host wants slot 0, by 1 point on average; a single host shows it through noise of 2 points.
+
+    What hosts look like means nothing here. Without pooling, the policy believes what it saw of each host.
+    """
+    alike = lessons(24, noise=2.0, seed=3)
+    worth = torch.tensor([0.0, 1.0, 0.2])[alike.plans]
+    alike = alike._replace(objectives=alike.objectives - lessons(24).objectives + worth)
+    expected = {}
+    for pooling in (0.0, 1.0):
+        taught = imitate_plans(student(), alike, Imitated(0.1, pooling), 60, 0)
+        expected[pooling] = float(expected_objectives(taught, alike._replace(objectives=worth)).mean())
+    assert expected[1.0] > 0.9 and expected[1.0] > expected[0.0] + 0.2
+
+
 # -- imitation of the best -------------------------------------------------------------------------------------------
 
 OPS = ActionTable((ActionHead("op", 2), ActionHead("slot", 2, matters=(False, True), given="op")))
@@ -130,7 +165,8 @@ def lessons(hosts: int, noise: float = 0.0, seed: int = 0) -> Lessons:
     worth = torch.tensor([0.0 if plan is None else 10.0 if plan == host % 3 else -0.5 for host, plan in pairs])
     grown = torch.tensor([plan is not None for _, plan in pairs])
     worth += noise * grown * torch.randn(n, generator=generator)
-    return Lessons(data, worth, torch.tensor([host for host, _ in pairs]))
+    numbers = torch.tensor([(host, PLANS.index(plan), 0) for host, plan in pairs]).T.contiguous()
+    return Lessons(data, worth, *numbers)
 
 
 def student() -> PPOAgent:
@@ -150,7 +186,7 @@ def test_a_policy_learns_which_plan_suits_which_host() -> None:
     """Objectives scatter by 4 points between hosts, and one kind of host needs nothing."""
     noisy, agent = lessons(30, noise=4.0), student()
     best = choose(TeachConfig(1, epochs=30), agent, noisy, 0)[0]
-    taught = imitate_plans(agent, noisy, best.beta, 30, 0)
+    taught = imitate_plans(agent, noisy, best.imitated, 30, 0)
     taught.network.sharpen(best.sharpness)
     clean = lessons(3)
     expected = expected_objectives(taught, clean)
@@ -167,7 +203,7 @@ def test_among_equals_the_least_sharp_is_chosen(monkeypatch: pytest.MonkeyPatch)
     worth = {1.0: 9.9, 3.0: 9.96, 10.0: 10.0}
     sharpness = iter([1.0, 3.0, 10.0] * 3)
     monkeypatch.setattr(teaching, "expected_objectives", lambda *_: torch.tensor([worth[next(sharpness)]]))
-    choices = choose(TeachConfig(1, betas=(1.0,), epochs=1), student(), lessons(6), 0)
+    choices = choose(TeachConfig(1, betas=(0.1,), pooling=(0.0,), epochs=1), student(), lessons(6), 0)
     assert [choice.sharpness for choice in choices] == [3.0, 10.0, 1.0]
 
 
@@ -189,7 +225,7 @@ def test_sharpening_multiplies_log_odds() -> None:
 def tiny_taught(rounds: int) -> TrainConfig:
     """A quick run that begins with teaching."""
     quick, taught = quick_config(rounds), taught_config(90)
-    settings = replace(taught.teach, betas=(1.0,), sharpness=(3.0,), folds=2, epochs=2)
+    settings = replace(taught.teach, betas=(0.1,), pooling=(0.5,), sharpness=(3.0,), folds=2, epochs=2)
     ppo = replace(taught.ppo, critic_first=1, leash=0.5)
     return replace(quick, preset="commit", teach=settings, ppo=ppo)
 
@@ -208,7 +244,7 @@ def test_a_taught_run_begins_with_what_it_was_taught_and_resumes(tmp_path: Path)
     whole = run(config, tmp_path / "whole")
     assert sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())[0] == "round-00000"
     report = json.loads((tmp_path / "whole" / teaching.FOLDER / teaching.REPORT).read_text())
-    assert report["episodes"] <= 90 and report["choices"][0]["beta"] == 1.0
+    assert report["episodes"] <= 90 and report["choices"][0]["beta"] == 0.1
     assert whole.agent.start is not None, "the leash holds to what was taught"
 
     def killed(agent: PPOAgent, folder: Path) -> None:

@@ -62,12 +62,8 @@ def write_report(
     contents |= {} if taught is None else {"teaching": taught_section(taught)}
     contents |= {"growth": _growth(run, hosts)} if run.rounds else {}
     contents["policies"] = _policies(compared)
-    contents |= (
-        {"learning": _learning(run), "decisions": _decisions(run), "health": _health(run)} if run.rounds else {}
-    )
-    sections = [
-        element("section", element("h2", SECTIONS[name]), *parts, id=name) for name, parts in contents.items()
-    ]
+    contents |= {"learning": _learning(run), "decisions": _decisions(run), "health": _health(run)} if run.rounds else {}
+    sections = [element("section", element("h2", SECTIONS[name]), *parts, id=name) for name, parts in contents.items()]
     title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
     links = [element("a", SECTIONS[name], href=f"#{name}") for name in contents]
     header = element("header", element("h1", title), element("nav", *links))

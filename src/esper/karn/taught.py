@@ -13,6 +13,7 @@ class Choice(NamedTuple):
     """A setting of the imitation, and the objective expected of it on hosts that were held out."""
 
     beta: float
+    pooling: float
     sharpness: float
     objective: float
 
@@ -45,6 +46,6 @@ def taught_section(taught: Taught) -> list[Markup]:
         f"A search played {taught.episodes} episodes of fixed plans on {taught.hosts} hosts, and the policy learned to"
         f" imitate the best plans of each host. Its likeliest choice agrees with them: {heads}."
     )
-    rows = [(f"{one.beta:g}", f"{one.sharpness:g}", f"{one.objective:+.2f}") for one in taught.choices]
+    rows = [(*(f"{value:g}" for value in one[:-1]), f"{one.objective:+.2f}") for one in taught.choices]
     caption = "Settings of the imitation, the chosen one first: points expected on hosts that were held out."
-    return [element("p", text), table(("β", "sharpness", "objective"), rows, caption)]
+    return [element("p", text), table(("β", "pooling", "sharpness", "objective"), rows, caption)]

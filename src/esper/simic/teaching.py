@@ -5,8 +5,10 @@ on host h is imitated with weight exp(objective / β), normalised over the plans
 plans. It counts as much as all others together, and they must be better by β; so hosts that need nothing are left
 alone. The policy sees only what a controller sees of a host, so it learns which plan to prefer where.
 
-Hosts disagree by chance, too. So the heads are sharpened afterwards, and what most similar hosts prefer is nearly
-always chosen. β and the sharpness have the highest expected objective on hosts that the policy did not learn from.
+Hosts disagree by chance, too. So objectives may be pooled: moved towards the mean of their plan over all hosts. Where
+hosts are alike, the same plan is then imitated on all of them. And the heads are sharpened afterwards, so that what
+most similar hosts prefer is nearly always chosen. β, pooling and sharpness have the highest expected objective on hosts
+that the policy did not learn from.
 """
 
 import json
@@ -43,6 +45,7 @@ FOLDER, RECORDS, REPORT = "teaching", "records", "report.json"  # in the folder 
 FIRST_SHARE, LONGER_SHARES = 0.5, {2: 1 / 6, 3: 1 / 12}  # of the episodes, for plans of one, two and three seeds
 LEAST_HOSTS = 4  # hosts on which all one-seed plans are compared
 CLOSE = 0.005  # share of the best expected objective by which a setting may be worse and still be chosen
+LEAST_SPREAD = 1e-3  # points; where all plans are equal, nothing is to be preferred
 MOST_COVER = 6  # plans that meet further hosts, waiting included
 
 
@@ -108,31 +111,55 @@ class Lessons(NamedTuple):
     data: Transitions
     objectives: Tensor  # (episodes,)
     hosts: Tensor  # (episodes,) long: number of the host, over all tasks
+    plans: Tensor  # (episodes,) long: number of the plan, over all tasks
+    tasks: Tensor  # (episodes,) long: number of the task
 
     def part(self, episodes: Tensor) -> "Lessons":
         """Some episodes, by number."""
-        return Lessons(self.data.part(episodes), self.objectives[episodes], self.hosts[episodes])
+        numbers = (self.objectives, self.hosts, self.plans, self.tasks)
+        return Lessons(self.data.part(episodes), *(values[episodes] for values in numbers))
 
-    def weighted(self, beta: float) -> Transitions:
+    def weighted(self, imitated: "Imitated") -> Transitions:
         """The transitions with the weights of their plans."""
+        pooled = pool(self.objectives, self.plans, imitated.pooling)
         grows = (self.data.actions[..., 0] == LifecycleOp.GERMINATE).any(1)
-        weights = plan_weights(self.objectives, self.hosts, grows, beta)
+        weights = plan_weights(pooled, self.hosts, grows, imitated.beta * self.spread())
         return self.data._replace(weights=self.data.weights * weights[:, None])  # padding keeps 0
+
+    def spread(self) -> Tensor:
+        """(episodes,): the standard deviation of objectives among the plans of a host, over all hosts of the task."""
+        squares = (self.objectives - mean_by(self.objectives, self.hosts)).square()
+        return mean_by(squares, self.tasks).sqrt().clamp(min=LEAST_SPREAD)
 
 
 def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:
     """The recorded episodes of all tasks in the columns of the agent."""
-    parts, objectives, hosts = [], [], []
+    parts, numbers = [], list[tuple[Tensor, ...]]()
     for number, name in enumerate(config.tasks):
         records = Records.open(folder / name)
         episodes, header = records.episodes(), records.header
         parts.append(from_episodes(episodes, header, reward=config.reward, layout=agent.layout))
-        objectives.append(episodes.objective(header, config.reward.rho))
-        hosts.append(episodes.host_seed.unique(return_inverse=True)[1] * len(config.tasks) + number)
-    return Lessons(join(parts), torch.cat(objectives), torch.cat(hosts))
+        hosts, plans = episodes.host_seed.unique(return_inverse=True)[1], episodes.policy.long()
+        apart = (values * len(config.tasks) + number for values in (hosts, plans))  # no two tasks share a number
+        task = torch.full_like(hosts, number)
+        numbers.append((episodes.objective(header, config.reward.rho), *apart, task))
+    return Lessons(join(parts), *map(torch.cat, zip(*numbers, strict=True)))
 
 
-def plan_weights(objectives: Tensor, hosts: Tensor, grows: Tensor, beta: float) -> Tensor:
+def mean_by(values: Tensor, groups: Tensor) -> Tensor:
+    """(n,): the mean of the values (n,) of the same group (n,)."""
+    index = groups.unique(return_inverse=True)[1]
+    count = int(index.max()) + 1
+    sums, numbers = (torch.zeros(count).index_add(0, index, each) for each in (values, torch.ones_like(values)))
+    return (sums / numbers)[index]
+
+
+def pool(objectives: Tensor, plans: Tensor, share: float) -> Tensor:
+    """Objectives (n,) moved by a share of the way to the mean of their plan (n,)."""
+    return objectives.lerp(mean_by(objectives, plans), share)
+
+
+def plan_weights(objectives: Tensor, hosts: Tensor, grows: Tensor, beta: float | Tensor) -> Tensor:
     """(episodes,): exp(objective / β), normalised over the episodes of each host. `grows` is False for waiting.
 
     Waiting counts as much as all plans of equal worth together, and those must be better by β.
@@ -160,13 +187,26 @@ def expected_objectives(agent: PPOAgent, lessons: Lessons) -> Tensor:
     )
 
 
+class Imitated(NamedTuple):
+    """How much each plan is imitated on each host."""
+
+    beta: float
+    pooling: float
+
+
 @dataclass(frozen=True)
 class Choice:
     """A setting of the imitation, and the objective expected of it on hosts that were held out."""
 
     beta: float
+    pooling: float
     sharpness: float
     objective: float
+
+    @property
+    def imitated(self) -> Imitated:
+        """Without the sharpness."""
+        return Imitated(self.beta, self.pooling)
 
 
 def choose(
@@ -179,27 +219,30 @@ def choose(
     hosts = lessons.hosts.unique()
     fold_of = torch.randperm(len(hosts), generator=torch.Generator().manual_seed(rng_seed)) % config.folds
     folds = fold_of[torch.searchsorted(hosts, lessons.hosts)]
-    found: dict[tuple[float, float], list[Tensor]] = {pair: [] for pair in product(config.betas, config.sharpness)}
-    for beta, fold in product(config.betas, range(config.folds)):
+    settings = [Imitated(*pair) for pair in product(config.betas, config.pooling)]
+    found: dict[tuple[Imitated, float], list[Tensor]] = {pair: [] for pair in product(settings, config.sharpness)}
+    for imitated, fold in product(settings, range(config.folds)):
         seen, unseen = (lessons.part(chosen.nonzero().squeeze(1)) for chosen in (folds != fold, folds == fold))
-        student = imitate_plans(agent, seen, beta, config.epochs, rng_seed, advance)
+        student = imitate_plans(agent, seen, imitated, config.epochs, rng_seed, advance)
         before = 1.0
         for sharpness in sorted(config.sharpness):
             student.network.sharpen(sharpness / before)
             before = sharpness
-            found[beta, sharpness].append(expected_objectives(student, unseen))
-    choices = [Choice(*pair, float(torch.cat(values).mean())) for pair, values in found.items()]
+            found[imitated, sharpness].append(expected_objectives(student, unseen))
+    choices = [
+        Choice(*imitated, sharpness, float(torch.cat(values).mean())) for (imitated, sharpness), values in found.items()
+    ]
     good = max(choice.objective for choice in choices)
     good -= CLOSE * abs(good)
     return sorted(choices, key=lambda choice: (choice.objective < good, choice.sharpness, -choice.objective))
 
 
 def imitate_plans(
-    like: PPOAgent, lessons: Lessons, beta: float, epochs: int, rng_seed: int, advance: Advance = ignore
+    like: PPOAgent, lessons: Lessons, imitated: Imitated, epochs: int, rng_seed: int, advance: Advance = ignore
 ) -> PPOAgent:
     """An agent like another that learned these lessons."""
     student = PPOAgent(like.table, like.layout, like.config, tasks=len(like.returns.statistics.mean), rng_seed=rng_seed)
-    data = lessons.weighted(beta)
+    data = lessons.weighted(imitated)
     set_statistics(student, data)
     config = ImitationConfig(like.config.network, epochs)
     fit_actor(student, data, config, torch.Generator().manual_seed(rng_seed), advance)
@@ -216,30 +259,29 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
     shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
     search_all(config, teaching / RECORDS, workers, progress=progress)
     lessons = read_lessons(config, agent, teaching / RECORDS)
-    total = settings.epochs * (len(settings.betas) * settings.folds + 1)
+    total = settings.epochs * (len(settings.betas) * len(settings.pooling) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
         choices = choose(settings, agent, lessons, config.seed, advance)
         best = choices[0]
-        student = imitate_plans(agent, lessons, best.beta, settings.epochs, config.seed, advance)
+        student = imitate_plans(agent, lessons, best.imitated, settings.epochs, config.seed, advance)
     student.network.sharpen(best.sharpness)
     if config.reward.family == "paired":  # records hold no other reward
-        teach_critic(student, lessons, best.beta, config)
+        teach_critic(student, lessons.weighted(best.imitated), lessons, config)
     copy_knowledge(student, agent)
     report: dict[str, Json] = {
         "episodes": len(lessons.hosts),
         "hosts": len(lessons.hosts.unique()),
         "choices": encode(choices),
-        "accuracy": encode(accuracy(student, lessons.weighted(best.beta))),
+        "accuracy": encode(accuracy(student, lessons.weighted(best.imitated))),
     }
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
-def teach_critic(agent: PPOAgent, lessons: Lessons, beta: float, config: TrainConfig) -> None:
+def teach_critic(agent: PPOAgent, weighted: Transitions, lessons: Lessons, config: TrainConfig) -> None:
     """Fit the critic to episodes that are drawn by their weights, so that they resemble the policy's own."""
     generator = torch.Generator().manual_seed(config.seed)
-    drawn = torch.multinomial(lessons.weighted(beta).weights[:, 0], len(lessons.hosts), True, generator=generator)
-    tasks = lessons.hosts[drawn] % len(config.tasks)
-    fit_critic(agent, lessons.data.part(drawn), tasks, config.reward.gamma, generator)
+    drawn = torch.multinomial(weighted.weights[:, 0], len(lessons.hosts), True, generator=generator)
+    fit_critic(agent, lessons.data.part(drawn), lessons.tasks[drawn], config.reward.gamma, generator)
 
 
 def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:

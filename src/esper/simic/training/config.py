@@ -31,7 +31,9 @@ class TeachConfig:
     """Settings of teaching: a search of plans, and imitation of the best ones, before the first round."""
 
     episodes: int = 0  # of the search, divided equally among the tasks; 0: no teaching
-    betas: tuple[float, ...] = (1.0, 3.0)  # points; a plan that is β better on a host is e times as important there
+    # In deviations of the objectives among the plans of a host: a plan that is β better counts e times as much there.
+    betas: tuple[float, ...] = (0.03, 0.1)
+    pooling: tuple[float, ...] = (0.5, 1.0)  # share by which an objective moves to the mean of its plan over all hosts
     sharpness: tuple[float, ...] = (1.0, 3.0, 10.0)  # factors of the logits after the imitation
     folds: int = 3  # parts of the hosts; each is held out once, to choose among the betas and sharpnesses
     epochs: int = 60  # passes of the imitation over the episodes
@@ -39,11 +41,14 @@ class TeachConfig:
     def __post_init__(self) -> None:
         for name, least in (("episodes", 0), ("folds", 2), ("epochs", 1)):
             require_whole(f"teach.{name}", getattr(self, name), least)
-        for name in ("betas", "sharpness"):
+        for name in ("betas", "pooling", "sharpness"):
             if not (values := getattr(self, name)):
                 raise BadValueError(f"teach.{name} is empty; give at least one number")
             for value in values:
-                require_positive(f"teach.{name}", value)
+                if name != "pooling":
+                    require_positive(f"teach.{name}", value)
+                elif not 0 <= value <= 1:
+                    raise BadValueError(f"teach.pooling {value!r} is not in [0, 1]")
 
 
 @dataclass(frozen=True)
