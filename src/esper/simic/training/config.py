@@ -32,8 +32,8 @@ class TeachConfig:
 
     episodes: int = 0  # of the search, divided equally among the tasks; 0: no teaching
     # In deviations of the objectives among the plans of a host: a plan that is β better counts e times as much there.
-    betas: tuple[float, ...] = (0.03, 0.1)
-    pooling: tuple[float, ...] = (0.5, 1.0)  # share by which an objective moves to the mean of its plan over all hosts
+    betas: tuple[float, ...] = (0.1, 0.3)
+    pooling: tuple[float, ...] = (0.0, 1.0)  # share by which an objective moves to the mean of its plan over all hosts
     sharpness: tuple[float, ...] = (1.0, 3.0, 10.0)  # factors of the logits after the imitation
     folds: int = 3  # parts of the hosts; each is held out once, to choose among the betas and sharpnesses
     epochs: int = 60  # passes of the imitation over the episodes
