@@ -13,11 +13,11 @@ from typing import Any
 
 from join_evaluations import join
 
-from esper.cli.evaluate import made_with
 from esper.leyline import BadValueError
 from esper.leyline.progress import progress_bar
 from esper.simic.evaluation.comparison import TaskComparison, kinds_of_hosts
 from esper.simic.evaluation.policies import CONTROLS, ORACLE, Contender, EvaluationConfig, PolicySpec
+from esper.simic.evaluation.provenance import made_with
 from esper.simic.evaluation.results import Fossil, Result
 from esper.simic.evaluation.workers import run_contenders, run_with
 from esper.storage.files import replace_file

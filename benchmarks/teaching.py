@@ -23,6 +23,7 @@ from esper.simic.agent import load_agent
 from esper.simic.agent.policy import write_policy
 from esper.simic.evaluation.comparison import EvaluationReport, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig, short_names
+from esper.simic.evaluation.provenance import made_with
 from esper.simic.evaluation.results import overall_mean
 from esper.simic.teaching import teach
 from esper.simic.training.config import TrainConfig, taught_config
@@ -169,8 +170,23 @@ def main() -> None:
         difference = f"{d.mean:+.2f} ({d.low:+.2f} to {d.high:+.2f}) {verdict}"
         print(f"{names[claim.policy]} − {names[claim.against]}: {difference}")
     content = json.loads(json.dumps(report.to_json()).replace(str(arguments.keep) + "/", ""))
-    part = "" if arguments.final else "_course" if arguments.every else "_validation"
-    write_result(f"teaching_{arguments.task}{part}", content, arguments.out)
+    content["provenance"] = made_with(command(arguments), arguments.device)
+    part = "taught" if arguments.final else "course" if arguments.every else "validation"
+    path = write_result(
+        f"{'evaluation' if arguments.final else 'teaching'}_{arguments.task}_{part}", content, arguments.out
+    )
+    print(path)
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command of this evaluation, without paths of this machine."""
+    words = ["python benchmarks/teaching.py"]
+    for name, value in vars(arguments).items():
+        if name not in ("keep", "out", "stage", "workers") and value not in (None, False, [], 0):
+            flag = f"--{name.replace('_', '-')}"
+            listed = value if isinstance(value, list) else [] if value is True else [value]
+            words.append(" ".join([flag, *(str(item).replace(f"{arguments.keep}/", "") for item in listed)]))
+    return " ".join(words)
 
 
 if __name__ == "__main__":

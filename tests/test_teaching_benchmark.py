@@ -21,6 +21,9 @@ def test_teaching(tmp_path: Path, run_here: Callable[..., str]) -> None:
     found = json.loads((tmp_path / "out" / f"teaching_{NAME}_validation.json").read_text())
     assert [len(policy["by_seed"]) for policy in found["policies"].values()] == [2, 2, 2, 1]
     assert str(tmp_path) not in json.dumps(found), "no paths of a machine"
+    assert found["provenance"]["command"].startswith(
+        f"python benchmarks/teaching.py --task {NAME} --teach 90 --rounds 1 "
+    )
     written = (tmp_path / "keep" / "plan0.json").stat().st_mtime_ns
     run_here("teaching", "--task", NAME, *sizes, "--against", "wait", *folders, "--stage", "search", "evaluate")
     assert (tmp_path / "keep" / "plan0.json").stat().st_mtime_ns == written

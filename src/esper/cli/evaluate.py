@@ -1,7 +1,5 @@
 """`esper evaluate`, and its tables for a terminal."""
 
-import os
-import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,9 +18,9 @@ from esper.leyline.numbers import CLAIM_SEEDS
 from esper.leyline.records import Json
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig, preset_of, short_names
+from esper.simic.evaluation.provenance import made_with
 from esper.simic.evaluation.results import overall_mean
 from esper.simic.evaluation.statistics import Claim
-from esper.simic.training.run_folder import git_hash
 from esper.storage.files import check_writable, replace_file, storage_errors
 from esper.tolaria import get_task
 
@@ -171,22 +169,6 @@ class EvaluateCommand:
             and (value := getattr(self, flag.name)) != flag.default
         ]
         return made_with(" ".join(["esper evaluate", *flags]), self.device)
-
-
-def made_with(command: str, device: str = "cpu") -> dict[str, Json]:
-    """The provenance of figures: a command, the code and the machine."""
-    return {
-        "command": command,
-        "git": git_hash(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
-        },
-    }
 
 
 def print_report(console: Console, report: EvaluationReport) -> None:
