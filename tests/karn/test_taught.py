@@ -36,7 +36,7 @@ def test_a_taught_run_shows_its_teaching(tmp_path: Path) -> None:
     text = write_report(teach(write_run(tmp_path / "run"))).read_text()
     assert "300 episodes of fixed plans on 18 hosts" in text
     assert "joint 96 %, op 98 %" in text
-    assert "0.1 0 3 +18.25 0.3 1 1 +12.50" in Page(text).text("td")
+    assert "0.1 0 3 +18.25 0.3 1 1 +12.50" in Page(text).text("th", "td")
     assert 'id="growth"' in text
 
 
