@@ -62,6 +62,7 @@ def test_help(
         ("ppo_update", ["--device", "cpu", "--envs", "4", "--steps", "5", "--repeats", "1"]),
         ("grower_cost", ["--pairs", "2", "--images", "32"]),
         ("record_throughput", ["--episodes", "40", "--minibatch", "16"]),
+        ("loop_profile", ["--task", "digits_blind", "--hosts", "4", "--episodes", "1", "--minibatches", "1"]),
         ("transfer", ["--tasks", "digits_blind_two_slots", "--hosts", "2"]),
     ],
 )

@@ -37,11 +37,11 @@ LANES = 32  # numbers that a vector loop of torch takes at once; it computes the
 
 
 def with_spare(count: int, inputs: int) -> int:
-    """The size of a group on the CPU, where shapes need not recur: spare entries behind the members.
+    """The size of a group on the CPU, where shapes need not recur: spare entries behind the members, if needed.
 
     They hold what a vector loop leaves over, even if there is one number per entry and input. So the last bits of a
     member do not depend on the size of its group."""
-    return count + -(-LANES // inputs) if count else 0
+    return count + -(-LANES // inputs) if count and inputs % LANES else count
 
 
 def per_member(values: Tensor, like: Tensor) -> Tensor:

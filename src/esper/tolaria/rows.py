@@ -154,7 +154,8 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[See
 
 
 def _eval_size(bank: Bank, count: int) -> int:
-    return bucket(count) if bank.device.type == "cuda" else with_spare(count, LANES)  # of many inputs
+    # Evaluations have many inputs, but in any number.
+    return bucket(count) if bank.device.type == "cuda" else with_spare(count, LANES + 1)
 
 
 def _extras(fleet: "HostFleet") -> list[Extra]:
