@@ -188,10 +188,10 @@ class _NormReluPool(torch.autograd.Function):
         centred, mean, variance = _centre(x)
         scale = (variance + eps).rsqrt()
         slope, shape = weight * scale, (*weight.shape, 1, 1, 1)
-        sign = slope.sign()
-        best, *choices = _choose(
-            centred.view(x.shape) * sign.view(shape) if bool((sign < 0).any()) else centred.view(x.shape)
-        )
+        sign, image = slope.sign(), centred.view(x.shape)
+        signed = image * sign.view(shape) if bool((sign < 0).any()) else image
+        # A pass without gradients (calibration) needs no choices.
+        best, *choices = _choose(signed) if any(ctx.needs_input_grad[:3]) else (_largest(signed),)
         y = torch.addcmul(bias.view(shape), best, slope.abs().view(shape)).relu_()
         ctx.save_for_backward(centred, best, y, scale, slope, sign, *choices)
         ctx.mark_non_differentiable(mean, variance)
@@ -241,6 +241,12 @@ def _corners(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(x[:, :, down:height:2, right:width:2] for down in (0, 1) for right in (0, 1))
 
 
+def _largest(x: Tensor) -> Tensor:
+    """The largest pixel of each window."""
+    a, b, c, d = _corners(x)
+    return torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
+
+
 def _choose(x: Tensor) -> tuple[Tensor, ...]:
     """The largest pixel of each window, and three choices: lower or upper line, right or left in each.
 
@@ -262,4 +268,6 @@ def _divide(gradient: Tensor, choices: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def max_pool(x: Tensor) -> Tensor:
     """(R, C, H, W, B) → (R, C, H/2, W/2, B)."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _largest(x)
     return _MaxPool.apply(x)  # type: ignore[no-any-return, no-untyped-call]
