@@ -38,7 +38,7 @@ def assert_equal(mine: Tensor, plain: Tensor, inputs: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 4, 8, 8), (4, 3, 3, 5), (8, 8, 4, 4), (16, 6, 4, 4), (3, 2, 7, 2)])
 @pytest.mark.parametrize(("rows", "batch"), [(1, 1), (3, 6)])
 def test_convolutions(shape: tuple[int, int, int, int], side: int, rows: int, batch: int) -> None:
-    """By one product, by the dense matrix and tap by tap (16 channels of 16 pixels are too many for the matrix)."""
+    """By one product, or by the dense matrix."""
     inputs, outputs, height, width = shape
     x, weight = noise(rows, inputs, height, width, batch), noise(rows, outputs, inputs, side, side, rng_seed=1)
     plain = row_by_row(lambda image, kernel: F.conv2d(image, kernel, padding=side // 2), x, weight)
@@ -52,13 +52,14 @@ def test_grouped_convolutions(groups: int) -> None:
     assert_equal(products.convolve(x, weight, groups), plain, [x, weight])
 
 
-def test_only_what_wants_a_gradient_gets_one() -> None:
-    """Images do not, nor do weights in a shadow row."""
-    x, weight = noise(2, 16, 4, 4, 3), noise(2, 4, 16, 3, 3, rng_seed=1)
-    assert products.DENSE < 16 * 4 * 4
-    for inputs in ((x.detach(), weight), (x, weight.detach())):
-        products.convolve(*inputs).sum().backward()
-    assert x.grad is not None and weight.grad is not None
+def test_larger_convolutions_are_left_to_torch() -> None:
+    """Rows and lone networks alike, to rounding."""
+    layer = Conv2d(16, 4, 3)
+    assert not products.suits(16, 16, 3, 1)
+    x, weight = noise(3, 2, 16, 4, 4).detach(), noise(3, 4, 16, 3, 3, rng_seed=1).detach()
+    rows = torch.func.functional_call(layer, {"weight": weight}, (x,))
+    for row in range(3):
+        torch.testing.assert_close(rows[row], F.conv2d(x[row], weight[row], padding=1))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -127,6 +128,19 @@ def test_a_lone_network_rounds_like_a_row(layer: torch.nn.Module) -> None:
     assert is_small(rows) and store_small(rows).data_ptr() == rows.data_ptr(), "layers pass rows on without a copy"
     assert torch.equal(alone, rows[0])
     assert alone.is_contiguous()
+
+
+def test_a_single_network_takes_products_for_tiny_images_alone() -> None:
+    assert is_lone_small(torch.zeros(2, 8, 8, 8)) and not is_lone_small(torch.zeros(2, 9, 8, 8))
+
+
+@pytest.mark.parametrize("layer", [GroupNorm(2, 4)], ids=repr)
+def test_second_derivatives_are_refused(layer: torch.nn.Module) -> None:
+    """Instead of being wrong."""
+    x = noise(5, 4, 4, 4)
+    (first,) = torch.autograd.grad(layer.double()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
 
 
 def test_recorders_and_transforms_see_torchs_own_functions() -> None:

@@ -161,16 +161,19 @@ class Conv2d(Layer):
         if self.mask is not None:
             weight = weight * (self.mask if weight.dim() == 4 else self.mask[:, None, None])
         if weight.dim() == 4:
-            if is_lone_small(x):
+            if is_lone_small(x) and self._suits(x):
                 return lone(self._small(x[None], weight[None]))
             return F.conv2d(x, weight, padding=self.kernel_size // 2, groups=self.groups)
-        if is_small(x):
+        if is_small(x) and self._suits(x):
             return self._small(x, weight)
         if has_kernels(x) and (self.groups == 1 or self.inputs == self.outputs):
             return self._cuda_rows(x, weight)
         rows = weight.shape[0]
         y = F.conv2d(fold_rows(x), weight.flatten(0, 1), padding=self.kernel_size // 2, groups=rows * self.groups)
         return unfold_rows(y, rows)
+
+    def _suits(self, x: Tensor) -> bool:
+        return products.suits(self.inputs, x.shape[-2] * x.shape[-1], self.kernel_size, self.groups)
 
     def _small(self, x: Tensor, weight: Tensor) -> Tensor:
         return from_small(products.convolve(store_small(x), weight, self.groups))

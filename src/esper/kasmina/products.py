@@ -5,8 +5,8 @@ kernel on few pixels, with the dense matrix that maps all pixels to all pixels:
 
     y[(o, p), b] = Σ_{i, q} K[(o, p), (i, q)] · x[(i, q), b],    K[(o, p), (i, q)] = weight[o, i, tap from p to q]
 
-Where that matrix would be large, one product per tap is added up. Each product works on one row, so the bits of a row
-do not depend on how many there are. Grouped convolutions of torch are up to ten times slower at these sizes.
+Each product works on one row, so the bits of a row do not depend on how many there are. Grouped convolutions of torch
+are up to ten times slower at these sizes. Where the matrix would be large, they are faster (`suits`).
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
-DENSE = 128  # input channels × pixels up to which the dense matrix is faster than one product per tap
+DENSE = 192  # channels × pixels up to which the dense matrix is faster than a grouped convolution
+FEW = 4  # pixels for which it is also faster within groups, whatever their number
+
+
+def suits(channels: int, pixels: int, side: int, groups: int) -> bool:
+    """Whether a convolution of so many channels and pixels is faster as a product."""
+    return (side == 1 and groups == 1) or channels * pixels <= DENSE or (groups > 1 and pixels <= FEW)
 
 
 def convolve(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
     """x (R, C, H, W, B), weight (R, O, C / groups, k, k) with odd k → (R, O, H, W, B), "same" padding."""
     rows, outputs, inputs, side, _ = weight.shape
     _, _, height, width, batch = x.shape
-    if side > 1 and groups == 1 and inputs * height * width > DENSE:
-        return _TapByTap.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]  # torch does not type it
     kernels = weight.reshape(rows * groups, outputs // groups, inputs, side, side)
     matrix = kernels.flatten(2) if side == 1 else dense_matrix(kernels, height, width)
     return torch.bmm(matrix, x.reshape(rows * groups, matrix.shape[2], -1)).view(rows, outputs, height, width, batch)
@@ -54,58 +58,6 @@ def tap_table(side: int, height: int, width: int) -> Tensor:
     return table.view(side * side, (height * width) ** 2)
 
 
-class _TapByTap(torch.autograd.Function):
-    """A convolution as a sum of products, one per tap.
-
-    In an image with a margin, a shift is a constant distance in memory. So the input of a tap is a view, and values of
-    the margin end up beside the result, where they are cut off.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _sum_of_taps(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        to_x = to_weight = None
-        if ctx.needs_input_grad[0]:
-            to_x = _sum_of_taps(gradient, weight.transpose(1, 2).flip(3, 4))
-        if ctx.needs_input_grad[1]:
-            margin = weight.shape[-1] // 2
-            height, width, batch = x.shape[2:]
-            flat = F.pad(gradient, (0, 0, 0, 2 * margin)).flatten(2)[:, :, : _length(height, width, batch, margin)]
-            products = [torch.bmm(flat, view.transpose(1, 2)) for view in _views(x, margin)]
-            to_weight = torch.stack(products, -1).view(weight.shape)
-        return to_x, to_weight
-
-
-def _length(height: int, width: int, batch: int, margin: int) -> int:
-    """Numbers from the first to the last pixel of an image in rows with a margin."""
-    return ((height - 1) * (width + 2 * margin) + width) * batch
-
-
-def _views(x: Tensor, margin: int) -> list[Tensor]:
-    """The input of every tap (R, C, length)."""
-    height, width, batch = x.shape[2:]
-    flat = F.pad(x, (0, 0, margin, margin, margin, margin)).flatten(2)
-    length, line = _length(height, width, batch, margin), (width + 2 * margin) * batch
-    starts = (down * line + right * batch for down in range(2 * margin + 1) for right in range(2 * margin + 1))
-    return [flat[:, :, start : start + length] for start in starts]
-
-
-def _sum_of_taps(x: Tensor, weight: Tensor) -> Tensor:
-    rows, outputs, _, side, _ = weight.shape
-    height, width, batch = x.shape[2:]
-    first, *others = zip(weight.flatten(3).unbind(-1), _views(x, side // 2), strict=True)
-    total = torch.bmm(*first)
-    for kernel, view in others:
-        total.baddbmm_(kernel, view)
-    whole = F.pad(total, (0, (side - 1) * batch)).view(rows, outputs, height, width + side - 1, batch)
-    return whole[:, :, :, :width].contiguous()
-
-
 class _GroupNorm(torch.autograd.Function):
     """With x̂ = (x − mean) / √(var + eps) over the channels and pixels of a group: weight · x̂ + bias."""
 
@@ -120,6 +72,7 @@ class _GroupNorm(torch.autograd.Function):
         return torch.addcmul(bias[..., None], normal, weight[..., None]).view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         normal, scale, weight = ctx.saved_tensors
         shape, gradient = gradient.shape, gradient.reshape(normal.shape)
@@ -152,6 +105,7 @@ class _BatchNorm(torch.autograd.Function):
         return torch.addcmul(bias[..., None], centred, (weight * scale)[..., None]).view(x.shape), mean, variance
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         centred, scale, slope = ctx.saved_tensors
         shape, gradient = gradient.shape, gradient.reshape(centred.shape)
@@ -198,6 +152,7 @@ class _NormReluPool(torch.autograd.Function):
         return y, mean, variance
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         centred, best, y, scale, slope, sign, *choices = ctx.saved_tensors
         shape = (*y.shape[:2], *(2 * side for side in y.shape[2:4]), y.shape[4])

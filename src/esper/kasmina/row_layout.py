@@ -18,6 +18,7 @@ STORED = {"cuda": (1, 3, 4, 0, 2), "cpu": (1, 0, 2, 3, 4), "small": (0, 2, 3, 4,
 BACK = {"cuda": (3, 0, 4, 1, 2), "cpu": (1, 0, 2, 3, 4), "small": (0, 4, 1, 2, 3)}
 _ROW_AXIS = {"cuda": 3, "cpu": 1, "small": 0}
 SMALL = 64  # pixels up to which products are faster than grouped convolutions
+LONE = 512  # channels × pixels up to which a single network takes products; torch's own functions are faster beyond
 
 
 def layout_of(x: Tensor) -> str:
@@ -35,7 +36,7 @@ def is_lone_small(x: Tensor) -> bool:
 
     Not where somebody records or transforms what is called: they know torch's own functions better.
     """
-    return x.dim() == 4 and not _observed() and layout_of(x) == "small"
+    return x.dim() == 4 and not _observed() and layout_of(x) == "small" and x[0].numel() <= LONE
 
 
 def _observed() -> bool:
