@@ -25,8 +25,7 @@ def search_heuristic(search: Search[HeuristicConfig], task: Task) -> tuple[Heuri
     share = int(NEAR_SHARE * search.budget)
     near = _collect(lambda: vary(drawn[0], draws, rng), set(search.objectives), share)
     varied = search.halve("near the best", near, share)
-    best, final = search.decide(list(dict.fromkeys((default, *drawn[:2], varied[0]))))
-    return best, final.mean
+    return search.decide(list(dict.fromkeys((default, *drawn[:2], varied[0]))))
 
 
 def ranges(task: Task) -> Draws:

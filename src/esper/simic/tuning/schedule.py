@@ -31,15 +31,12 @@ SHARES = (0.5, 0.2, 0.1)  # halving: shares of the episodes for plans of one, tw
 
 
 def search_schedule(search: Search[Plan], task: Task, method: SearchMethod = "model") -> tuple[Plan, float]:
-    """The best plan and its mean objective in the final; waiting, at 0 points, if no plan gains more than chance.
-
-    The best of several plans that gain nothing looks good by luck. So a plan must gain more than its standard error.
-    """
+    """The best plan and its mean objective in the final; waiting, at 0 points, if no plan gains."""
     if not extensions(Plan(), task):
         raise BadValueError(f"task {task.name!r}: its budget of {task.parameter_budget} parameters allows no seed")
     finalists = (propose_by_model if method == "model" else propose_by_halving)(search, task)
-    chosen, final = search.decide(finalists)
-    return (chosen, final.mean) if final.mean > final.error else (Plan(), 0.0)
+    chosen, mean = search.decide(finalists)
+    return (chosen, mean) if mean > 0 else (Plan(), 0.0)
 
 
 def propose_by_model(search: Search[Plan], task: Task) -> list[Plan]:

@@ -7,8 +7,8 @@ before they run.
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
-from typing import Generic, NamedTuple, TypeVar
+from statistics import fmean
+from typing import Generic, TypeVar
 
 from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import require_whole
@@ -31,19 +31,6 @@ class Trial:
     candidate: Json
     hosts: tuple[int, ...]
     objective: float  # mean over these hosts, points
-
-
-class Final(NamedTuple):
-    """The objective of a candidate on the hosts of the final, points."""
-
-    mean: float
-    error: float  # standard error of the mean; 0 for one host
-
-    @classmethod
-    def of(cls, objectives: Sequence[float]) -> "Final":
-        """From one objective per host."""
-        hosts = len(objectives)
-        return cls(fmean(objectives), stdev(objectives) / hosts**0.5 if hosts > 1 else 0.0)
 
 
 class Search(Generic[Candidate]):
@@ -98,15 +85,15 @@ class Search(Generic[Candidate]):
         assert shared, "candidates without a common host cannot be compared"
         return sorted(candidates, key=lambda candidate: -fmean(self.objectives[candidate][host] for host in shared))
 
-    def decide(self, finalists: Sequence[Candidate]) -> tuple[Candidate, Final]:
-        """The best on as many fresh hosts as the budget allows. Luck on earlier hosts does not count."""
+    def decide(self, finalists: Sequence[Candidate]) -> tuple[Candidate, float]:
+        """The best on as many fresh hosts as the budget allows, and its mean. Luck on earlier hosts does not count."""
         hosts = self.left // len(finalists)
         if not hosts:
             raise BadValueError(f"{self.left} of {self.budget} episodes are left for {len(finalists)} finalists")
         self.play("final", [finalists] * hosts, fresh := self.fresh(hosts))
-        finals = {one: Final.of([self.objectives[one][host] for host in fresh]) for one in finalists}
-        best = max(finalists, key=lambda one: finals[one].mean)
-        return best, finals[best]
+        means = {one: fmean(self.objectives[one][host] for host in fresh) for one in finalists}
+        best = max(finalists, key=lambda one: means[one])
+        return best, means[best]
 
     def play(self, stage: str, lineups: Lineups[Candidate], hosts: Sequence[int]) -> None:
         """Try every host's candidates on it."""
