@@ -141,22 +141,27 @@ class StackedOptimizer:
         `members`: the numbers of all that take part, so that the others cost nothing.
         Returns per member the gradient's norm before clipping, and the update's norm relative to that of weights; of
         `members` alone, if they are given."""
-        chosen = slice(None) if members is None else members
-        gradient, matrix, used = self.weights.gradient()[chosen], self.weights.matrix[chosen], _rows(used, chosen)
+        gradient, matrix, takes_part, rates, used = (
+            _of(members, values) for values in (self.weights.gradient(), self.weights.matrix, takes_part, rates, used)
+        )
         if used is not None:
             gradient = gradient.where(used, 0.0)
         norms = gradient.square().sum(1).sqrt()
         clipped = gradient * (self.config.clip_norm / (norms + CLIP_EPS)).clamp(max=1.0)[:, None]
-        steps = takes_part[chosen] & norms.isfinite()
-        self.steps[chosen] += steps
+        steps = takes_part & norms.isfinite()
+        _add(self.steps, members, steps)
         mask = steps[:, None] if used is None else steps[:, None] & used
-        state = {name: tensor[chosen] for name, tensor in self.state.items()}
-        moved, update = self._update(clipped, matrix, state, self.steps[chosen][:, None], rates[chosen][:, None])
+        state = {name: _of(members, tensor) for name, tensor in self.state.items()}
+        moved, update = self._update(clipped, matrix, state, _of(members, self.steps)[:, None], rates[:, None])
         for name, tensor in moved.items():
-            self.state[name][chosen] = tensor.where(mask, state[name])
+            kept = tensor.where(mask, state[name])
+            if members is None:
+                self.state[name].copy_(kept)
+            else:
+                self.state[name].index_copy_(0, members, kept)
         update = update.where(mask, 0.0)
         before = matrix.square().sum(1).sqrt()
-        self.weights.matrix[chosen] += update
+        _add(self.weights.matrix, members, update)
         return norms, update.square().sum(1).sqrt() / before
 
     def _update(
@@ -181,8 +186,17 @@ class StackedOptimizer:
             tensor[member] = 0
 
 
-def _rows(values: Tensor | None, chosen: slice | Tensor) -> Tensor | None:
-    return None if values is None else values[chosen]
+def _of(members: Tensor | None, values: Any) -> Any:  # Any: a tensor, or None
+    """The rows of some members; all of them, without a copy, if none are named."""
+    return values if members is None or values is None else values.index_select(0, members)
+
+
+def _add(values: Tensor, members: Tensor | None, more: Tensor) -> None:
+    """Add to the rows of some members, or of all."""
+    if members is None:
+        values += more
+    else:
+        values.index_add_(0, members, more.to(values.dtype))
 
 
 class Bank:
