@@ -255,3 +255,18 @@ def test_bits_do_not_depend_on_the_number_of_hosts(kind: Kind, n: int, batch: in
             assert_same_scores(more[env], scores[env])
             assert_same_env(many, few, env)
         few.tick(), many.tick()
+
+
+@pytest.mark.invariant(12)
+def test_growth_next_door_changes_no_bit_of_a_bare_host() -> None:
+    """Not even the order in which memory is summed: with a seed that acts, gradients take another way."""
+    task = replace(task_of("cnn"), batch=32)
+    bare, grown = make_fleet(task, grown=False), make_fleet(task, grown=False)
+    grow(grown, [one for one in SEEDLINGS["cnn"] if one.env == ENV], task.slot_ids)
+    for _ in range(STEPS):
+        for fleet in (bare, grown):
+            fleet.train_step()
+            fleet.tick()
+        for env in range(bare.n):
+            if env != ENV:
+                assert_same_env(grown, bare, env)

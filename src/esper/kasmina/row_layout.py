@@ -54,9 +54,23 @@ def store_small(x: Tensor) -> Tensor:
     return x.permute(STORED["small"]).contiguous()
 
 
+class _FromSmall(torch.autograd.Function):
+    """A view. Gradients come back contiguous: sums over another order of memory would round differently, and then the
+    bits of a host would depend on what grows in its neighbours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.permute(BACK["small"])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return store_small(gradient)
+
+
 def from_small(x: Tensor) -> Tensor:
     """(R, C, H, W, B) → (R, B, C, H, W), a view."""
-    return x.permute(BACK["small"])
+    view: Tensor = _FromSmall.apply(x)  # type: ignore[no-untyped-call]  # torch does not type it
+    return view
 
 
 def fold_rows(x: Tensor) -> Tensor:

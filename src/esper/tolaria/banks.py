@@ -39,9 +39,11 @@ LANES = 32  # numbers that a vector loop of torch takes at once; it computes the
 def with_spare(count: int, inputs: int) -> int:
     """The size of a group on the CPU, where shapes need not recur: spare entries behind the members, if needed.
 
-    They hold what a vector loop leaves over, even if there is one number per entry and input. So the last bits of a
-    member do not depend on the size of its group."""
-    return count + -(-LANES // inputs) if count and inputs % LANES else count
+    They hold what a vector loop leaves over, even if there is one number per entry and input. A member is never alone,
+    because sums over one entry have another order. So its last bits do not depend on the size of its group."""
+    if not count:
+        return 0
+    return count + -(-LANES // inputs) if inputs % LANES else max(count, 2)
 
 
 def per_member(values: Tensor, like: Tensor) -> Tensor:
