@@ -5,7 +5,7 @@ kernel on few pixels, with the dense matrix that maps all pixels to all pixels:
 
     y[(o, p), b] = Σ_{i, q} K[(o, p), (i, q)] · x[(i, q), b],    K[(o, p), (i, q)] = weight[o, i, tap from p to q]
 
-Each product works on one row, so the bits of a row do not depend on how many there are. Grouped convolutions of torch
+Each product works on one row, so the bits of a row do not depend on the number of rows. Grouped convolutions of torch
 are up to ten times slower at these sizes. Where the matrix would be large, they are faster (`suits`).
 """
 
@@ -22,7 +22,7 @@ FEW = 4  # pixels for which it is also faster within groups, whatever their numb
 
 
 def suits(channels: int, pixels: int, side: int, groups: int) -> bool:
-    """Whether a convolution of so many channels and pixels is faster as a product."""
+    """Whether a convolution of this size is faster as a product."""
     return (side == 1 and groups == 1) or channels * pixels <= DENSE or (groups > 1 and pixels <= FEW)
 
 

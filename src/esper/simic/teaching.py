@@ -6,9 +6,9 @@ plans. It counts as much as all others together, and they must be better by β; 
 alone. The policy sees only what a controller sees of a host, so it learns which plan to prefer where.
 
 Hosts disagree by chance, too. So objectives may be pooled: moved towards the mean of their plan over all hosts. Where
-hosts are alike, the same plan is then imitated on all of them. And the heads are sharpened afterwards, so that what
-most similar hosts prefer is nearly always chosen. β, pooling and sharpness have the highest expected objective on hosts
-that the policy did not learn from.
+hosts are alike, the same plan is then imitated on all of them. Afterwards the heads are sharpened, so that the policy
+nearly always does what most similar hosts prefer. β, pooling and sharpness are those with the highest expected
+objective on held-out hosts.
 """
 
 import json
