@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=4, help="hosts per group, its control included")
     parser.add_argument("--episodes", type=int, default=2, help="of random growth, before the profile")
     parser.add_argument("--minibatches", type=int, default=8, help="that are profiled")
+    parser.add_argument("--kernels", type=int, default=0, help="also list this many kernels, the slowest first")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -140,8 +141,23 @@ def main() -> None:
     with labelled(), profile(activities=activities) as profiled:
         for index in range(arguments.minibatches):
             fleet.run_minibatch(plan, fleet.draw(index), rates, torch.ones_like(rates))
-    counts, milliseconds = by_part(list(profiled.events()), cuda=cuda)
+    events = list(profiled.events())
+    counts, milliseconds = by_part(events, cuda=cuda)
     report(arguments, fleet, counts, milliseconds, graphs)
+    if arguments.kernels:
+        list_kernels(events, arguments.kernels, arguments.minibatches)
+
+
+def list_kernels(events: list[FunctionEvent], most: int, minibatches: int) -> None:
+    """Print the kernels that take most of the device's time."""
+    counts, milliseconds = Counter[str](), defaultdict[str, float](float)
+    for event in events:
+        for kernel in event.kernels:
+            counts[kernel.name] += 1
+            milliseconds[kernel.name] += kernel.duration / 1e3
+    slowest = sorted(milliseconds.items(), key=lambda item: -item[1])[:most]
+    rows = [[name[:90], f"{counts[name] / minibatches:.1f}", f"{value / minibatches:.3f}"] for name, value in slowest]
+    print_table("kernels", ["name", "a minibatch", "ms"], rows)
 
 
 def counts_of(fleet: HostFleet) -> dict[str, int]:

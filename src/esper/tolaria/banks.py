@@ -18,6 +18,7 @@ from esper.kasmina.layers import RowCall
 from esper.kasmina.lifecycle import SeedState
 from esper.kasmina.optimiser import CLIP_EPS
 from esper.kasmina.row_layout import has_kernels
+from esper.kasmina.stages import describe, fits
 from esper.leyline import ACTIVE_STAGES, BLEND_STYLES, SeedStage, SlotSpec
 from esper.tolaria.tasks import OptimiserConfig
 
@@ -134,15 +135,28 @@ class StackedOptimizer:
         names = ("momentum",) if config.kind == "sgd" else ("mean", "square")
         self.state = {name: torch.zeros_like(weights.matrix) for name in names}
         self.steps = weights.matrix.new_zeros(len(weights))
+        on_cuda = weights.matrix.is_cuda and weights.matrix.dtype == torch.float32
+        self._has_kernel = on_cuda and config.kind == "sgd"
 
     @torch.no_grad()
     def step(
-        self, rates: Tensor, takes_part: Tensor, used: Tensor | None = None, members: Tensor | None = None
+        self,
+        rates: Tensor,
+        takes_part: Tensor,
+        used: Tensor | None = None,
+        members: Tensor | None = None,
+        newborn: Tensor | None = None,
+        warm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Clip and step. `rates` and `takes_part` (M,); `used` (M, P) for members that lack some of the tensors.
-        `members`: the numbers of all that take part, so that the others cost nothing.
-        Returns per member the gradient's norm before clipping, and the update's norm relative to that of weights; of
-        `members` alone, if they are given."""
+        `members`: the numbers of all that take part, so that the others cost nothing. `newborn` (M,) members have the
+        share `warm` of their rate.
+        Returns per member the gradient's norm before clipping, 0 if it takes no part, and the update's norm relative to
+        that of weights; of `members` alone, if they are given."""
+        if self._has_kernel:
+            return self._step_at_once(rates, takes_part, used, newborn, warm)
+        if newborn is not None and warm is not None:
+            rates = rates.where(~newborn, rates * warm)
         gradient, matrix, takes_part, rates, used = (
             _of(members, values) for values in (self.weights.gradient(), self.weights.matrix, takes_part, rates, used)
         )
@@ -164,7 +178,17 @@ class StackedOptimizer:
         update = update.where(mask, 0.0)
         before = matrix.square().sum(1).sqrt()
         _add(self.weights.matrix, members, update)
-        return norms, update.square().sum(1).sqrt() / before
+        return norms.where(takes_part, 0.0), update.square().sum(1).sqrt() / before
+
+    def _step_at_once(
+        self, rates: Tensor, takes_part: Tensor, used: Tensor | None, newborn: Tensor | None, warm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from esper.kasmina.kernels.optimiser import Sgd, sgd_step  # needs triton, which only CUDA builds bring along
+
+        settings = Sgd(self.config.clip_norm, CLIP_EPS, self.config.momentum, self.config.weight_decay)
+        gradient = self.weights.gradient().contiguous()
+        state = (self.weights.matrix, self.state["momentum"], self.steps)
+        return sgd_step(settings, gradient, *state, rates, takes_part, used, newborn, warm)
 
     def _update(
         self, gradient: Tensor, matrix: Tensor, state: Mapping[str, Tensor], steps: Tensor, rate: Tensor
@@ -216,6 +240,7 @@ class Bank:
         self._parts = {part: RowCall(module) for part, module in graft.items()}
         shapes = {name: parameter.shape for name, parameter in graft.named_parameters()}
         self.weights = MemberWeights(n, shapes, device, dtype)
+        self.program = describe(graft["seed"], self.weights.columns)  # for kernels that run whole stages
         self.optimizer = StackedOptimizer(config, self.weights)
         self.styles: frozenset[str] = frozenset()
         self.style = torch.zeros(n, dtype=torch.int64, device=device)
@@ -265,6 +290,12 @@ class Bank:
             if name.startswith("gate."):
                 self.used[:, columns] = gated[:, None]
 
+    def runs_whole(self, h: Tensor) -> bool:
+        """Whether kernels run whole stages of these seeds on streams like h (R, B, …)."""
+        if self.program is None or not has_kernels(h) or "gate" in self.styles:
+            return False
+        return self.weights.matrix.dtype == torch.float32 and fits(self.program, h.shape[-2] * h.shape[-1])
+
     def effect(self, h: Tensor, members: Tensor, strength: Tensor, valid: Tensor, learns: Tensor) -> Tensor:
         """What these members add to h (E, B, …); exactly 0 where not valid. Members that learn get gradients."""
         weights = self.weights.take(members, learns, h.dtype)
@@ -290,11 +321,8 @@ class Bank:
     def step(self, rates: Tensor, warm: Tensor) -> Tensor:
         """Step all seeds that train, at these rates (envs,), newborns at the share `warm` of it. Returns their gradient
         norms (envs,), 0 for others."""
-        rates = rates.where(~self.newborn, rates * warm)
-        norms, _ = self.optimizer.step(rates, self.takes_part, self.used, self.members)
-        if self.members is None:
-            return norms.where(self.takes_part, 0.0)
-        return torch.zeros_like(rates).index_copy_(0, self.members, norms)
+        norms, _ = self.optimizer.step(rates, self.takes_part, self.used, self.members, self.newborn, warm)
+        return norms if self.members is None else torch.zeros_like(rates).index_copy_(0, self.members, norms)
 
     def _fresh(self, rng_seed: int | None) -> nn.ModuleDict:
         slot = self.slot

@@ -16,6 +16,15 @@ from esper.leyline import DataError
 from esper.tolaria.data import ImageData, ImagePart, TextData
 
 MASK = 0xFFFFFFFF
+AHEAD = 32  # minibatches whose augmentation is drawn at once on CUDA
+
+Version = tuple[Tensor, int]
+"""A tensor, and how often it had been changed in place."""
+
+
+def _same(before: Version, seeds: Tensor) -> bool:
+    """Whether these seeds are that tensor, unchanged. Comparing values would be a device sync per minibatch on CUDA."""
+    return before[0] is seeds and before[1] == seeds._version
 
 
 def counter_hash(*keys: int | Tensor) -> Tensor:
@@ -70,7 +79,9 @@ class ImageBatches:
         # A channel that never changes stays at zero instead of becoming NaN.
         self.std = torch.tensor(data.std, device=device)[:, None, None].clamp_min(1e-6)
         self._data = data
-        self._order: tuple[int, Tensor, int, Tensor] | None = None
+        # What was drawn last: for which pass or minibatch, for which seeds, and the draw itself.
+        self._order: tuple[int, Version, Tensor] | None = None
+        self._ahead: tuple[int, Version, Tensor] | None = None
         self._seed: tuple[int, Tensor] | None = None
 
     def minibatch(self, rng_seed: int, index: int) -> Samples:
@@ -97,16 +108,30 @@ class ImageBatches:
             return Samples(inputs.to(dtype)[group], targets[group])
         from esper.kasmina.kernels.rows import draw_rows  # needs triton, which only CUDA builds bring along
 
-        chosen = self._chosen(seeds, index)
-        span, none = 2 * self.shift + 1, torch.zeros_like(chosen)
-        moves = (
-            self._draw(span, seeds, index, Purpose.SHIFT_ROWS) if self.shift else none,
-            self._draw(span, seeds, index, Purpose.SHIFT_COLUMNS) if self.shift else none,
-            self._draw(2, seeds, index, Purpose.FLIP) if self.flip else none,
-        )
-        scale, offset = 1 / (255 * self.std.flatten()), -(self.mean / self.std).flatten()
-        inputs = draw_rows(self._channels_last, chosen, moves, group, scale, offset, shift=self.shift, dtype=dtype)
+        chosen, moves = self._chosen(seeds, index), self._moves(seeds, index)
+        inputs = draw_rows(self._channels_last, chosen, moves, group, *self._affine, shift=self.shift, dtype=dtype)
         return Samples(inputs, self.labels[chosen][group])
+
+    def _moves(self, seeds: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """By how much the images of a minibatch move down and right, and whether they are flipped: (G, B) each.
+
+        Drawn for many minibatches at once, because a hash is a hundred kernels.
+        """
+        first = index // AHEAD * AHEAD
+        if self._ahead is None or self._ahead[0] != first or not _same(self._ahead[1], seeds):
+            device, span, batch = self.images.device, 2 * self.shift + 1, self.batch
+            purposes = torch.tensor([Purpose.SHIFT_ROWS, Purpose.SHIFT_COLUMNS, Purpose.FLIP], device=device)
+            limits = torch.tensor([span, span, 1 + self.flip], device=device)
+            indices, samples = torch.arange(first, first + AHEAD, device=device), torch.arange(batch, device=device)
+            hashes = counter_hash(seeds[:, None], indices[:, None, None], purposes[:, None, None, None], samples)
+            self._ahead = first, (seeds, seeds._version), hashes % limits[:, None, None, None]
+        down, right, flip = self._ahead[2][:, index - first]
+        return down, right, flip
+
+    @cached_property
+    def _affine(self) -> tuple[Tensor, Tensor]:
+        """Factor and offset per channel that normalise a pixel."""
+        return 1 / (255 * self.std.flatten()), -(self.mean / self.std).flatten()
 
     @cached_property
     def _channels_last(self) -> Tensor:
@@ -144,11 +169,10 @@ class ImageBatches:
     def _permutations(self, seeds: Tensor, epoch: int) -> Tensor:
         """(G, training images), cached until the seeds or the epoch change."""
         cached = self._order
-        # The same tensor, unchanged since: comparing values would be a device sync per minibatch on CUDA.
-        if cached is None or cached[0] != epoch or cached[1] is not seeds or cached[2] != seeds._version:
+        if cached is None or cached[0] != epoch or not _same(cached[1], seeds):
             order = permutation(self.count, seeds[:, None], epoch, Purpose.ORDER, device=self.images.device)
-            cached = self._order = epoch, seeds, seeds._version, order
-        return cached[3]
+            cached = self._order = epoch, (seeds, seeds._version), order
+        return cached[2]
 
     def _shifted(self, images: Tensor, seeds: Tensor, index: int) -> Tensor:
         """Each image moved by up to `shift` pixels in both directions and filled up with zeros."""

@@ -196,11 +196,24 @@ class StackedHost:
                 born = take_rows(h.detach(), shadow_births[index])
                 shadow_h = born if shadow_h is None else cat_rows([shadow_h, born])
             if index in rows.acts:
-                if shadow_h is None:
-                    h = _act_on(h, rows.acts[index], self.streams)
-                else:
-                    h, shadow_h = split_rows(_act_on(cat_rows([h, shadow_h]), rows.acts[index], self.streams), len(h))
+                h, shadow_h = _act(h, shadow_h, rows.acts[index], self.streams)
         return PassResult(h, shadow_h, batch_statistics, taps)
+
+
+def _act(h: Tensor, shadow_h: Tensor | None, acts: Sequence[Act], streams: SideStreams) -> tuple[Tensor, Tensor | None]:
+    """The streams of main and shadow rows with the effects of all banks of one slot."""
+    straight_through = any(act.silent for act in acts)
+    whole = [act for act in acts if not straight_through and act.bank.runs_whole(h)]
+    if whole:
+        from esper.tolaria.whole_stages import act_whole  # needs triton, which only CUDA builds bring along
+
+        h, shadow_h = act_whole(h, shadow_h, whole, streams.over)
+    rest = [act for act in acts if not any(act is one for one in whole)]
+    if not rest:
+        return h, shadow_h
+    if shadow_h is None:
+        return _act_on(h, rest, streams), None
+    return split_rows(_act_on(cat_rows([h, shadow_h]), rest, streams), len(h))
 
 
 def _act_on(h: Tensor, acts: Sequence[Act], streams: SideStreams) -> Tensor:
