@@ -34,7 +34,7 @@ PARTS = {  # by part, what it consists of; inner parts count for themselves
     "optimiser": (StackedOptimizer, "step"),
     "governor": (Governor, "observe"),
 }
-REST = "all else"
+REST, UNLISTED = "all else", "custom kernels"
 
 
 @contextmanager
@@ -92,6 +92,8 @@ def by_part(events: list[FunctionEvent], *, cuda: bool) -> tuple[Counter[str], d
                 forward.setdefault(event.sequence_nr, part)
     counts, milliseconds = Counter[str](), defaultdict[str, float](float)
     for event in events:
+        if event.device_type.name == "CUDA":
+            continue  # a kernel, which the operation that launched it lists
         part = part_of(event, forward)
         if cuda:
             counts[part] += len(event.kernels)
@@ -100,6 +102,11 @@ def by_part(events: list[FunctionEvent], *, cuda: bool) -> tuple[Counter[str], d
             counts[part] += 1
             milliseconds[part] += event.self_cpu_time_total / 1e3
     return counts, milliseconds
+
+
+def on_device(events: list[FunctionEvent]) -> list[FunctionEvent]:
+    """All kernels and copies of the device; those of custom kernels are not listed by any operation."""
+    return [event for event in events if event.device_type.name == "CUDA"]
 
 
 def padding(fleet: HostFleet) -> dict[str, tuple[int, int]]:
@@ -143,6 +150,10 @@ def main() -> None:
             fleet.run_minibatch(plan, fleet.draw(index), rates, torch.ones_like(rates))
     events = list(profiled.events())
     counts, milliseconds = by_part(events, cuda=cuda)
+    if cuda:
+        every = on_device(events)
+        counts[UNLISTED] = len(every) - counts.total()
+        milliseconds[UNLISTED] = sum(event.device_time for event in every) / 1e3 - sum(milliseconds.values())
     report(arguments, fleet, counts, milliseconds, graphs)
     if arguments.kernels:
         list_kernels(events, arguments.kernels, arguments.minibatches)
@@ -151,10 +162,9 @@ def main() -> None:
 def list_kernels(events: list[FunctionEvent], most: int, minibatches: int) -> None:
     """Print the kernels that take most of the device's time."""
     counts, milliseconds = Counter[str](), defaultdict[str, float](float)
-    for event in events:
-        for kernel in event.kernels:
-            counts[kernel.name] += 1
-            milliseconds[kernel.name] += kernel.duration / 1e3
+    for event in on_device(events):
+        counts[event.name] += 1
+        milliseconds[event.name] += event.device_time / 1e3
     slowest = sorted(milliseconds.items(), key=lambda item: -item[1])[:most]
     rows = [[name[:90], f"{counts[name] / minibatches:.1f}", f"{value / minibatches:.3f}"] for name, value in slowest]
     print_table("kernels", ["name", "a minibatch", "ms"], rows)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.kasmina.layers import Conv2d, GroupNorm, Scale
-from esper.kasmina.row_layout import BACK, STORED, take_rows
+from esper.kasmina.row_layout import BACK, STORED, living_rows, take_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -16,6 +16,9 @@ BATCH, SIDE = 6, 13
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "convolution": lambda width: Conv2d(width, width, 3),
     "wide convolution": lambda width: Conv2d(width, width, 5),
+    "convolution of many channels": lambda width: Conv2d(width, width + 32, 3),
+    "convolution of RGB": lambda width: Conv2d(3, width, 3),
+    "narrowing convolution": lambda width: Conv2d(width, width // 2, 3),
     "norm of one group": lambda width: GroupNorm(1, width),
     "norm of pairs": lambda width: GroupNorm(width // 2, width),
     "scale": Scale,
@@ -49,7 +52,7 @@ def test_layers_equal_float64(name: str, width: int, rows: int, monkeypatch: pyt
     weights = {
         name: torch.randn(rows, *value.shape, generator=generator).double() for name, value in layer.named_parameters()
     }
-    x = rows_of(rows, width)
+    x = rows_of(rows, layer.inputs if isinstance(layer, Conv2d) else width)
     expected = outcome(layer, weights, x, torch.zeros((), dtype=torch.float64))
     mine = outcome(layer, weights, x, torch.zeros((), device="cuda"))
     assert len(mine) == len(expected) == 2 + len(weights)
@@ -146,10 +149,38 @@ def test_a_nan_passes_norm_relu_and_pool(where: str) -> None:
     from esper.kasmina.kernels.host_blocks import norm_relu_pool  # only CUDA builds include triton
 
     x, weight = torch.randn(4, 12, 6, 6, device="cuda"), torch.ones(12, device="cuda")
-    wanted, *_ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5)
+    wanted, *_ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5, 12)
     (x[0, 3, 1, 1] if where == "input" else weight[3]).fill_(torch.nan)
-    found, mean, _ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5)
+    found, mean, _ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5, 12)
     others = [channel for channel in range(12) if channel != 3]
     assert torch.equal(found[:, others], wanted[:, others])
     assert found[:, 3].isnan().all()
     assert bool(mean[3].isnan()) == (where == "input")
+
+
+def test_padding_is_left_out_and_changes_nothing() -> None:
+    """Rows that live have the same bits, forward and backward, whether the others are computed or not."""
+    from esper.kasmina.kernels.convolutions import convolve_rows
+    from esper.kasmina.kernels.host_blocks import norm_relu_pool
+
+    generator = torch.Generator(device="cuda").manual_seed(6)
+    x, weight, scale, bias = (
+        torch.randn(shape, device="cuda", generator=generator)
+        for shape in ((9, 8, 8, 5, 6), (5, 10, 6, 3, 3), (50,), (50,))
+    )
+    lives = torch.tensor([True, False, True, True, False], device="cuda")
+
+    def run() -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        y = convolve_rows(own, weight)
+        pooled, *moments = norm_relu_pool(y.flatten(-2).permute(0, 3, 1, 2), scale, bias, 1e-5, len(weight))
+        pooled.square().sum().backward()
+        assert own.grad is not None
+        by_row = [pooled.detach().unflatten(1, (5, 10)).transpose(0, 1), own.grad.permute(3, 0, 1, 2, 4)]
+        return [*by_row, *(moment.view(5, 10) for moment in moments)]
+
+    whole = run()
+    with living_rows(lives):
+        some = run()
+    for found, wanted in zip(some, whole, strict=True):
+        assert torch.equal(found[lives], wanted[lives])

@@ -93,3 +93,14 @@ def test_worth_is_the_gradient_of_a_newborns_scale(blueprint: str) -> None:
     raw = worths_of([None, seed], stream.detach(), g, conductance[:, fleet.places[slot_id]])[:3]
     assert raw[:, 0].tolist() == [0.0] * 3
     assert raw[:, 1].tolist() == pytest.approx(norms, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_cuda_senses_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 without TF32; blueprints by kernels that run whole stages."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    task = replace(get_task("digits_varied"), batches_per_step=2, batch=16)
+    here, there = (Prober(HostFleet(task, 6, device))() for device in ("cpu", "cuda"))
+    for found, wanted in zip(there, here, strict=True):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-4)

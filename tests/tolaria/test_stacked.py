@@ -203,6 +203,34 @@ def test_a_cleared_member_starts_anew(config: OptimiserConfig) -> None:
     assert_equal(weights, alone)
 
 
+@pytest.mark.gpu
+def test_the_kernel_steps_as_torch_does() -> None:
+    """Members that skip steps, lack tensors, are newborn or not finite; more parameters than a tile of the kernel."""
+    shapes = {"large": Size((70, 70)), "small": Size((9,))}
+    config = OptimiserConfig(kind="sgd", rate=0.1)
+    generator = torch.Generator().manual_seed(5)
+    start, *gradients = torch.randn(4, MEMBERS + 1, 4909, generator=generator)
+    gradients[1][2, 7] = torch.nan
+    part, newborn = torch.tensor([True, True, True, False, True]), torch.tensor([False, True, False, False, True])
+    used = torch.rand(start.shape, generator=generator) < 0.7
+    used[2, 7] = True
+    outcomes = []
+    for device in ("cpu", "cuda"):
+        weights = MemberWeights(MEMBERS + 1, shapes, torch.device(device), torch.float32)
+        weights.matrix.copy_(start)
+        optimiser = StackedOptimizer(config, weights)
+        for gradient in gradients:
+            weights.whole.grad = gradient.to(device)
+            rates, warm = torch.full((MEMBERS + 1,), 0.1, device=device), torch.tensor(0.3, device=device)
+            takes_part, has, young = (mask.to(device) for mask in (part, used, newborn))
+            results = optimiser.step(rates, takes_part, has, newborn=young, warm=warm)
+            state = (weights.matrix, optimiser.state["momentum"], optimiser.steps)
+            outcomes.append([tensor.cpu().clone() for tensor in (*results, *state)])
+    for found, wanted in zip(outcomes[3:], outcomes[:3], strict=True):
+        for mine, its in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_a_backward_pass_that_did_not_come_by_is_zero() -> None:
     """A bank that no row has used still decays where it takes part, as torch does with zero gradients."""
     weights = stacked_weights()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,10 @@ from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.compare import Comparison, RowScore, paired_difference
 from esper.kasmina.layers import Scale
+from esper.kasmina.row_layout import STORED, has_kernels
+from esper.kasmina.stages import Chain, Squeeze, describe, fits
 from esper.leyline import SeedStage, SlotSpec, derive_seed
+from esper.tolaria.banks import StackedWeights
 from esper.tolaria.batches import Samples
 from esper.tolaria.memory import ValidationMemory
 from esper.tolaria.passes import row_losses, score_rows
@@ -122,13 +126,36 @@ def sense(
 
 def worths_of(seeds: Sequence[nn.Module | None], h: Tensor, g: Tensor, conductance: Tensor) -> Tensor:
     """|∂L/∂scale| (R, seeds) of newborns in one slot; 0 where there is none."""
-    flat, axes = h.flatten(0, 1), (1, 3, 4) if h.dim() == 5 else tuple(range(1, h.dim() - 1))
     worths = torch.zeros(len(h), len(seeds), device=h.device)
+    by_kernels = has_kernels(h)
+    stored, arrived = (part.permute(STORED["cuda"]).contiguous() if by_kernels else part for part in (h, g))
     for index, seed in enumerate(seeds):
-        if seed is not None:
-            product = (seed(flat).view(h.shape) * g).float()
-            worths[:, index] = product.sum(axes).norm(dim=1) * conductance.float()
+        if seed is None:
+            continue
+        program, matrix = _program_of(seed) if by_kernels else (None, None)
+        if program is not None and matrix is not None and fits(program, h.shape[-2] * h.shape[-1]):
+            from esper.kasmina.kernels.programs import worth  # needs triton, which only CUDA builds bring along
+
+            to_scale = worth(program, stored, arrived, matrix)
+        else:
+            axes = (1, 3, 4) if h.dim() == 5 else tuple(range(1, h.dim() - 1))
+            to_scale = (seed(h.flatten(0, 1)).view(h.shape) * g).float().sum(axes)
+        worths[:, index] = to_scale.norm(dim=1) * conductance.float()
     return worths
+
+
+_PROGRAMS: WeakKeyDictionary[nn.Module, tuple[Chain | Squeeze | None, Tensor]] = WeakKeyDictionary()
+
+
+def _program_of(seed: nn.Module) -> tuple[Chain | Squeeze | None, Tensor]:
+    """A seed as stages, if it can be said in them, and its parameters (1, P)."""
+    if seed not in _PROGRAMS:
+        parameters = dict(seed.named_parameters())
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        weights = StackedWeights(1, shapes, next(seed.parameters()).device, torch.float32)
+        weights.write(0, parameters)
+        _PROGRAMS[seed] = describe(seed, weights.columns, prefix=""), weights.matrix
+    return _PROGRAMS[seed]
 
 
 class Prober:

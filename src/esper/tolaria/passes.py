@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from esper.kasmina.compare import RowScore
 from esper.kasmina.hosts import ConvSegment, Host, PooledSegment, PoolSegment
 from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
-from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
+from esper.kasmina.row_layout import (
+    add_into_rows,
+    add_rows,
+    cat_rows,
+    copy_rows,
+    living_rows,
+    share_rows,
+    split_rows,
+    take_rows,
+)
 from esper.tolaria.banks import StackedWeights
 from esper.tolaria.batches import Samples
 from esper.tolaria.rows import Act, Rows
@@ -186,8 +195,9 @@ class StackedHost:
             if segment is not None:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
                 h, batch_statistics[index] = segment(state, h, train)
-                if shadow is not None and shadow_h is not None:
-                    shadow_h, _ = segment(self.segment_state(index, shadow, len(shadow_h)), shadow_h, train)
+                if shadow is not None and shadow_h is not None and shadow.valid is not None:
+                    with living_rows(shadow.valid[: len(shadow_h)]):
+                        shadow_h, _ = segment(self.segment_state(index, shadow, len(shadow_h)), shadow_h, train)
             if index in tapped:
                 taps[index] = h
             if index in births:

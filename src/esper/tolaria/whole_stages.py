@@ -43,10 +43,7 @@ class _ActWhole(torch.autograd.Function):
         streams = _stored(main, shadow)
         target = streams.copy()
         with over(list(zip(acts, matrices, strict=True))) as walk:
-            kept = [
-                act(one.bank.program, streams, target, _entries(one), matrix, keeps=keeps)
-                for one, matrix in walk
-            ]
+            kept = [act(one.bank.program, streams, target, _entries(one), matrix, keeps=keeps) for one, matrix in walk]
         ctx.save_for_backward(*streams, *matrices)
         ctx.acts, ctx.over, ctx.kept = acts, over, kept
         return _back(target)

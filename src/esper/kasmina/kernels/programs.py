@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -93,17 +94,51 @@ def act(
     program: Chain | Squeeze, streams: Streams, target: Streams, entries: Entries, matrix: Tensor, *, keeps: bool
 ) -> list[Kept]:
     """Add what these entries do to `target`, a copy of the streams. Returns what `take_back` needs, if it `keeps`."""
+    splits = SPLITS if keeps else max(SPLITS, len(streams.main) // SPLITS)
+    tiling = Tiling.of(*_size(streams), program.channels, splits)
+    return _run(program, streams, target, entries, matrix, tiling, keeps=keeps, sums=None)
+
+
+def worth(program: Chain | Squeeze, stream: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:
+    """(rows, channels): Σ f(h)·∂L/∂h over all rows of a stream, for the seed f whose parameters are `matrix` (1, P)."""
+    rows = torch.arange(stream.shape[3], device=stream.device)
+    none, ones = torch.zeros_like(rows), torch.ones_like(rows)
+    entries = Entries(rows, none, ones, none, ones, ones, multiplies=False)
+    streams = Streams(stream, None)
+    tiling = Tiling.of(*_size(streams), program.channels, SPLITS)
+    sums = matrix.new_empty(len(rows), tiling.splits, stream.shape[4])
+    _run(program, streams, Streams(gradient, None), entries, matrix, tiling, keeps=False, sums=sums)
+    return sums.sum(1)
+
+
+def _size(streams: Streams) -> tuple[int, int]:
+    """Samples, and pixels of each."""
+    batch, height, width, _, _ = streams.main.shape
+    return batch, height * width
+
+
+def _run(
+    program: Chain | Squeeze,
+    streams: Streams,
+    target: Streams,
+    entries: Entries,
+    matrix: Tensor,
+    tiling: Tiling,
+    *,
+    keeps: bool,
+    sums: Tensor | None,
+) -> list[Kept]:
+    """All stages, one kernel each. With `sums` they probe, and `target` is the gradient of the stream."""
     batch, height, width, main_rows, _ = streams.main.shape
-    shadow_rows = streams.pair[1].shape[3]
-    splits = SPLITS if keeps else max(SPLITS, batch // SPLITS)
-    tiling = Tiling.of(batch, height * width, program.channels, splits)
-    grid = (tiling.splits, len(entries.rows))
+    shadow_rows, probes = streams.pair[1].shape[3], sums is not None
+    grid, parameters = (tiling.splits, len(entries.rows)), matrix.shape[1]
+    left = matrix if sums is None else sums
     chosen = (entries.rows, entries.members, entries.strength, entries.style, entries.valid)
     if isinstance(program, Squeeze):
         squeeze_forward[grid](
-            *streams.pair, *target.pair, matrix, *chosen, main_rows, shadow_rows, batch, tiling.per, height * width,
-            matrix.shape[1], program.squeeze, program.excite, program.scale,
-            **_squeeze_names(program, tiling), MULTIPLIES=entries.multiplies, **OPTIONS,
+            *streams.pair, *target.pair, left, matrix, *chosen, main_rows, shadow_rows, batch, tiling.per,
+            height * width, parameters, program.squeeze, program.excite, program.scale,
+            **_squeeze_names(program, tiling), MULTIPLIES=entries.multiplies, PROBES=probes, **OPTIONS,
         )  # fmt: skip
         return []
     kept: list[Kept] = []
@@ -116,12 +151,13 @@ def act(
         y = streams.main.new_empty(shape) if saves else z
         statistics = matrix.new_empty(len(entries.rows), batch, 2, stage.outputs) if saves and stage.groups else matrix
         stage_forward[grid](
-            *streams.pair, *target.pair, source, y, z, statistics, matrix, *chosen,
-            main_rows, shadow_rows, batch, tiling.per, height, width, matrix.shape[1],
+            *streams.pair, *target.pair, source, y, z, statistics, left, matrix, *chosen,
+            main_rows, shadow_rows, batch, tiling.per, height, width, parameters,
             stage.weight, stage.gamma, stage.beta, program.scale, stage.eps,
             INPUTS=stage.inputs, OUTPUTS=stage.outputs, SIDE=stage.side, DEPTHWISE=stage.depthwise, **_groups(stage),
-            RELU=stage.relu, FIRST=number == 0, LAST=last, LESS=program.less_input, MULTIPLIES=entries.multiplies,
-            KEEPS=saves, **tiling.names, IN=_across(stage.inputs), OUT=_across(stage.outputs), **OPTIONS,
+            RELU=stage.relu, FIRST=number == 0, LAST=last, LESS=last and program.less_input,
+            MULTIPLIES=last and entries.multiplies, KEEPS=saves, PROBES=last and probes,
+            **tiling.names, IN=_across(stage.inputs), OUT=_across(stage.outputs), **OPTIONS,
         )  # fmt: skip
         kept.append(Kept(y, statistics, z))
         source = z
@@ -194,9 +230,7 @@ def _chain_back(
         to_stream = stage.side == 0
         out = streams.main if to_stream else streams.main.new_empty(saved.y.shape)
         multiplies, less = last and entries.multiplies, last and program.less_input
-        backward(
-            stage, saved, following, after, out, LAST=last, LESS=less, MULTIPLIES=multiplies, TO_STREAM=to_stream
-        )
+        backward(stage, saved, following, after, out, LAST=last, LESS=less, MULTIPLIES=multiplies, TO_STREAM=to_stream)
         if to_stream:
             return
         source = kept[number - 1].z if number else streams.main
@@ -207,9 +241,7 @@ def _chain_back(
         )  # fmt: skip
         following, after = out, stage
     start = Stage(channels, channels)
-    backward(
-        start, kept[0], following, after, streams.main, LAST=False, LESS=False, MULTIPLIES=False, TO_STREAM=True
-    )
+    backward(start, kept[0], following, after, streams.main, LAST=False, LESS=False, MULTIPLIES=False, TO_STREAM=True)
 
 
 def _squeeze_names(program: Squeeze, tiling: Tiling) -> dict[str, int]:

@@ -46,7 +46,7 @@ def _cells(first, end, start, pixels, SAMPLES: tl.constexpr, WIDE: tl.constexpr)
     return sample, pixel, (first + sample < end) & (pixel < pixels)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _at(sample, pixel, pixels, stride):  # type: ignore[no-untyped-def]
     """Offsets of these pixels from the first one of the tile's first sample: 32 bits hold them."""
     return ((sample * pixels + pixel) * stride).to(tl.int32)
@@ -92,7 +92,7 @@ def _convolve(  # type: ignore[no-untyped-def]
             kernel = tl.load(weight + source * (SIDE * SIDE) + tap, mask=source < FROM, other=0.0)
             result += value.to(tl.float32) * kernel[None, :]
         else:
-            if TURNED:
+            if TURNED:  # noqa: SIM108
                 index = source[:, None] * TO + target[None, :]
             else:
                 index = target[None, :] * FROM + source[:, None]
@@ -129,7 +129,7 @@ def _vector(start, channel, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-
     return tl.load(start + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _samples_of(valid, entry, per, batch):  # type: ignore[no-untyped-def]
     """The range of samples of this program; empty for padding."""
     begin = tl.program_id(0) * per
@@ -137,23 +137,57 @@ def _samples_of(valid, entry, per, batch):  # type: ignore[no-untyped-def]
     return begin, tl.where(tl.load(valid + entry) != 0, end, begin)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _statistics(  # type: ignore[no-untyped-def]
+    read, stride, weight, first, end, height, width, eps,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SIDE: tl.constexpr, DEPTHWISE: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    GROUP_WIDE: tl.constexpr, SAMPLES: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,  # noqa: N803
+    IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """y of the last tile; mean and 1/√(var + ε) of the group of each channel (samples, channels), joined over tiles."""
+    pixels = height * width
+    real = (tl.arange(0, OUT) < OUTPUTS)[None, :]
+    mean = tl.zeros((SAMPLES, OUT), tl.float32)
+    square = tl.zeros((SAMPLES, OUT), tl.float32)
+    y = tl.zeros((SAMPLES * WIDE, OUT), tl.float32)
+    for tile in range(TILES):
+        sample, pixel, seen = _cells(first, end, tile * WIDE, pixels, SAMPLES, WIDE)
+        y = _convolve(
+            read, stride, weight, sample, pixel, seen, height, width,
+            INPUTS, OUTPUTS, SIDE, DEPTHWISE, False, IN, OUT,
+        )  # fmt: skip
+        before = tile * WIDE * GROUP
+        count = tl.minimum(WIDE, pixels - tile * WIDE) * GROUP
+        middle = _over_group(_over_pixels(y, SAMPLES, WIDE), GROUP_WIDE) / count
+        away = tl.where(seen[:, None] & real, y - _spread(middle, WIDE), 0.0)
+        away = _over_group(_over_pixels(away * away, SAMPLES, WIDE), GROUP_WIDE)
+        change = middle - mean
+        share = count / (before + count)
+        mean += change * share
+        square += away + change * change * (before * share)
+    return y, mean, 1.0 / tl.sqrt(square / (pixels * GROUP) + eps)
+
+
 @triton.jit(do_not_specialize=["main_rows", "shadow_rows"])  # type: ignore[untyped-decorator]
-def stage_forward(  # type: ignore[no-untyped-def]
-    main, shadow, to_main, to_shadow, source, kept, out, stats, matrix,
+def stage_forward(  # type: ignore[no-untyped-def]  # noqa: C901  # what is missing from a stage is compiled away
+    main, shadow, to_main, to_shadow, source, kept, out, stats, sums, matrix,
     rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, height, width, parameters, weight, gamma, beta, scale, eps,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SIDE: tl.constexpr, DEPTHWISE: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
     GROUP_WIDE: tl.constexpr, RELU: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, LESS: tl.constexpr,  # noqa: N803
-    MULTIPLIES: tl.constexpr, KEEPS: tl.constexpr, SAMPLES: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,  # noqa: N803
-    IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803
+    MULTIPLIES: tl.constexpr, KEEPS: tl.constexpr, PROBES: tl.constexpr, SAMPLES: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Some samples of one entry per program. Keeps y and the statistics of the norm for the backward pass."""
+    """Some samples of one entry per program. KEEPS y and the statistics of the norm for the backward pass.
+
+    PROBES: `to_main` is the gradient of the stream, and instead of acting the last stage leaves Σ z·∂L/∂h per channel
+    in `sums` (entries, splits, channels), the gradient that a scale of zero would have.
+    """
     entry = tl.program_id(1)
     begin, end = _samples_of(valid, entry, per, batch)
     row = tl.load(rows + entry)
     own = matrix + tl.load(members + entry) * parameters
     channel = tl.arange(0, OUT)
-    real = (channel < OUTPUTS)[None, :]
     pixels = height * width
     here = entry.to(tl.int64) * batch * pixels
     if FIRST:
@@ -165,44 +199,32 @@ def stage_forward(  # type: ignore[no-untyped-def]
         target, apart = _row(to_main, to_shadow, row, main_rows, shadow_rows, OUTPUTS)
         factor = tl.load(strength + entry).to(tl.float32)
         kind = tl.load(style + tl.load(members + entry))
+    worth = tl.zeros((OUT,), tl.float32)
     for first in range(begin, end, SAMPLES):
         start = first * pixels
         read = base + start * stride
-        inner = first + tl.arange(0, SAMPLES)
-        mean = tl.zeros((SAMPLES, OUT), tl.float32)
-        square = tl.zeros((SAMPLES, OUT), tl.float32)
         y = tl.zeros((SAMPLES * WIDE, OUT), tl.float32)
         if GROUP > 0:
-            for tile in range(TILES):
-                sample, pixel, seen = _cells(first, end, tile * WIDE, pixels, SAMPLES, WIDE)
-                y = _convolve(
-                    read, stride, own + weight, sample, pixel, seen, height, width,
-                    INPUTS, OUTPUTS, SIDE, DEPTHWISE, False, IN, OUT,
-                )  # fmt: skip
-                before = tile * WIDE * GROUP
-                count = tl.minimum(WIDE, pixels - tile * WIDE) * GROUP
-                middle = _over_group(_over_pixels(y, SAMPLES, WIDE), GROUP_WIDE) / count
-                away = tl.where(seen[:, None] & real, y - _spread(middle, WIDE), 0.0)
-                away = _over_group(_over_pixels(away * away, SAMPLES, WIDE), GROUP_WIDE)
-                change = middle - mean
-                share = count / (before + count)
-                mean += change * share
-                square += away + change * change * (before * share)
-            rate = 1.0 / tl.sqrt(square / (pixels * GROUP) + eps)
+            y, mean, rate = _statistics(
+                read, stride, own + weight, first, end, height, width, eps,
+                INPUTS, OUTPUTS, SIDE, DEPTHWISE, GROUP, GROUP_WIDE, SAMPLES, WIDE, TILES, IN, OUT,
+            )  # fmt: skip
             if KEEPS:
+                inner = first + tl.arange(0, SAMPLES)
                 index = ((entry * batch + inner) * 2 * OUTPUTS)[:, None] + channel[None, :]
-                known = (inner < end)[:, None] & real
+                known = (inner < end)[:, None] & (channel < OUTPUTS)[None, :]
                 tl.store(stats + index, mean, mask=known)
                 tl.store(stats + index + OUTPUTS, rate, mask=known)
         for tile in range(TILES):
             sample, pixel, seen = _cells(first, end, tile * WIDE, pixels, SAMPLES, WIDE)
+            local = _at(sample, pixel, pixels, OUTPUTS)
             if TILES > 1 or GROUP == 0:
                 y = _convolve(
                     read, stride, own + weight, sample, pixel, seen, height, width,
                     INPUTS, OUTPUTS, SIDE, DEPTHWISE, False, IN, OUT,
                 )  # fmt: skip
             if KEEPS:
-                _write(kept + (here + start) * OUTPUTS, _at(sample, pixel, pixels, OUTPUTS), seen, channel, y, OUTPUTS)
+                _write(kept + (here + start) * OUTPUTS, local, seen, channel, y, OUTPUTS)
             z = y
             if GROUP > 0:
                 normal = (y - _spread(mean, WIDE)) * _spread(rate, WIDE)
@@ -214,13 +236,18 @@ def stage_forward(  # type: ignore[no-untyped-def]
                 z = z - x
             if RELU:
                 z = tl.where(z < 0, 0.0, z)  # a NaN stays
-            if LAST:
+            if PROBES:
+                worth += tl.sum(z * _read(target + start * apart, offsets, seen, channel, OUTPUTS).to(tl.float32), 0)
+            elif LAST:
                 delta = z * _vector(own + scale, channel, OUTPUTS)
                 if MULTIPLIES:
                     delta = tl.where(kind == MULTIPLY, x * libdevice.tanh(delta), delta)
                 _write(target + start * apart, offsets, seen, channel, x + factor * delta, OUTPUTS)
             else:
-                _write(out + (here + start) * OUTPUTS, _at(sample, pixel, pixels, OUTPUTS), seen, channel, z, OUTPUTS)
+                _write(out + (here + start) * OUTPUTS, local, seen, channel, z, OUTPUTS)
+    if PROBES:
+        split = (entry * tl.num_programs(0) + tl.program_id(0)) * OUTPUTS
+        tl.store(sums + split + channel, worth, mask=channel < OUTPUTS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -272,7 +299,7 @@ def _incoming(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["main_rows", "shadow_rows"])  # type: ignore[untyped-decorator]
-def stage_backward(  # type: ignore[no-untyped-def]
+def stage_backward(  # type: ignore[no-untyped-def]  # noqa: C901
     main, shadow, from_main, from_shadow, to_main, to_shadow, following, kept, stats, matrix, out, sums,
     rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, height, width, parameters, next_weight, gamma, beta, scale,

@@ -54,12 +54,12 @@ def _matrices(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["main_rows", "shadow_rows"])  # type: ignore[untyped-decorator]
 def squeeze_forward(  # type: ignore[no-untyped-def]
-    main, shadow, to_main, to_shadow, matrix, rows, members, strength, style, valid,
+    main, shadow, to_main, to_shadow, sums, matrix, rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, pixels, parameters, squeeze, excite, scale,
-    CHANNELS: tl.constexpr, HIDDEN: tl.constexpr, MULTIPLIES: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,  # noqa: N803
-    ACROSS: tl.constexpr, INNER: tl.constexpr,  # noqa: N803
+    CHANNELS: tl.constexpr, HIDDEN: tl.constexpr, MULTIPLIES: tl.constexpr, PROBES: tl.constexpr,  # noqa: N803
+    WIDE: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, INNER: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Some samples of one entry per program."""
+    """Some samples of one entry per program. PROBES as in `stage_forward`."""
     entry = tl.program_id(1)
     begin, end = _samples_of(valid, entry, per, batch)
     own = matrix + tl.load(members + entry) * parameters
@@ -69,23 +69,33 @@ def squeeze_forward(  # type: ignore[no-untyped-def]
     factor = tl.load(strength + entry).to(tl.float32)
     kind = tl.load(style + tl.load(members + entry))
     channel = tl.arange(0, ACROSS)
-    first, second, to_first, to_second, in_first, in_second = _matrices(
+    first, second, to_first, to_second, in_first, in_second = _matrices(  # noqa: RUF059
         own, squeeze, excite, CHANNELS, HIDDEN, ACROSS, INNER
     )
     size = _vector(own + scale, channel, CHANNELS)
+    worth = tl.zeros((ACROSS,), tl.float32)
     for sample in range(begin, end):
         start = sample * pixels * apart
         read = stream + start
-        m, p, u, f = _factors(read, apart, pixels, first, second, CHANNELS, HIDDEN, WIDE, TILES, ACROSS, INNER)
+        m, p, u, f = _factors(  # noqa: RUF059
+            read, apart, pixels, first, second, CHANNELS, HIDDEN, WIDE, TILES, ACROSS, INNER
+        )
         for tile in range(TILES):
             pixel = tile * WIDE + tl.arange(0, WIDE)
             seen = pixel < pixels
             offsets = _at(0, pixel, pixels, apart)
             x = _read(read, offsets, seen, channel, CHANNELS).to(tl.float32)
-            delta = x * f[None, :] * size
-            if MULTIPLIES:
-                delta = tl.where(kind == MULTIPLY, x * libdevice.tanh(delta), delta)
-            _write(target + start, offsets, seen, channel, x + factor * delta, CHANNELS)
+            delta = x * f[None, :]
+            if PROBES:
+                worth += tl.sum(delta * _read(target + start, offsets, seen, channel, CHANNELS).to(tl.float32), 0)
+            else:
+                delta = delta * size
+                if MULTIPLIES:
+                    delta = tl.where(kind == MULTIPLY, x * libdevice.tanh(delta), delta)
+                _write(target + start, offsets, seen, channel, x + factor * delta, CHANNELS)
+    if PROBES:
+        split = (entry * tl.num_programs(0) + tl.program_id(0)) * CHANNELS
+        tl.store(sums + split + channel, worth, mask=channel < CHANNELS)
 
 
 @triton.jit(do_not_specialize=["main_rows", "shadow_rows"])  # type: ignore[untyped-decorator]
