@@ -35,6 +35,7 @@ PARTS = {  # by part, what it consists of; inner parts count for themselves
     "governor": (Governor, "observe"),
 }
 REST, UNLISTED = "all else", "custom kernels"
+PART = "part: "
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def labelled() -> Iterator[None]:
 
     def wrapped(part: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            with record_function(f"part: {part}"):
+            with record_function(PART + part):
                 return original(*arguments, **options)
 
         return call
@@ -74,8 +75,8 @@ def part_of(event: FunctionEvent, by_sequence: dict[int, str]) -> str:
     """The innermost part around an operation, or around its forward operation."""
     at: FunctionEvent | None = event
     while at is not None:
-        if at.name.startswith("part: "):
-            return at.name.removeprefix("part: ")
+        if at.name.startswith(PART):
+            return at.name.removeprefix(PART)
         if at.name.startswith("autograd::engine") and at.sequence_nr in by_sequence:
             return by_sequence[at.sequence_nr]
         at = at.cpu_parent
@@ -105,8 +106,8 @@ def by_part(events: list[FunctionEvent], *, cuda: bool) -> tuple[Counter[str], d
 
 
 def on_device(events: list[FunctionEvent]) -> list[FunctionEvent]:
-    """All kernels and copies of the device; those of custom kernels are not listed by any operation."""
-    return [event for event in events if event.device_type.name == "CUDA"]
+    """All kernels and copies of the device; no operation lists custom kernels. Parts announce themselves there, too."""
+    return [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(PART)]
 
 
 def padding(fleet: HostFleet) -> dict[str, tuple[int, int]]:

@@ -181,20 +181,17 @@ class Conv2d(Layer):
     def _cuda_rows(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve rows on CUDA, where cuDNN runs most grouped convolutions row by row.
 
-        It is fast only with as many channels in as out, and not for 1×1. So 1×1 and few channels use Triton kernels,
-        and other convolutions are padded with zero channels. A row that is not finite would reach its neighbours: cuDNN
-        reads zeros in its place, and its weights become NaN instead.
+        It is fast only with as many channels in as out, and not for 1×1. So 1×1 uses a Triton kernel, and other
+        convolutions are padded with zero channels. A row that is not finite would reach its neighbours: cuDNN reads
+        zeros in its place, and its weights become NaN instead.
         """
         # Only CUDA builds include triton.
-        from esper.kasmina.kernels.convolutions import MOST_CHANNELS, convolve_rows
         from esper.kasmina.kernels.host_blocks import mix_channels, resize_channels
         from esper.kasmina.kernels.rows import same_conv
 
         stored, rows = x.permute(STORED["cuda"]), weight.shape[0]  # channels are the last axis of memory
         if self.kernel_size == 1 and self.groups == 1:
             return mix_channels(stored, weight.flatten(2)).permute(BACK["cuda"])
-        if self.groups == 1 and max(self.inputs, self.outputs) <= MOST_CHANNELS:
-            return convolve_rows(stored, weight).permute(BACK["cuda"])
         groups, size = rows * self.groups, max(self.inputs, self.outputs) // self.groups
         if self.inputs != self.outputs:
             weight = F.pad(weight, (0, 0, 0, 0, 0, size - self.inputs, 0, size - self.outputs))

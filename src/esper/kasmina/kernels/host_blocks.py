@@ -245,6 +245,7 @@ class _NormReluPool(torch.autograd.Function):
         )
         ctx.save_for_backward(x, found)
         ctx.mark_non_differentiable(mean, unbiased)
+        ctx.set_materialize_grads(False)  # no zeros for these two
         return y, mean, unbiased
 
     @staticmethod
