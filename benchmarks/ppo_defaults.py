@@ -25,6 +25,7 @@ from esper.simic.evaluation.policies import EvaluationConfig
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
 
+SMALL_STEPS: dict[str, Any] = {"rate": 1e-3, "rate_end": 1.0, "epochs": 4, "target_kl": 0.03}
 LARGER_STEPS: dict[str, Any] = {"rate": 3e-3, "rate_end": 0.1, "epochs": 8, "target_kl": 0.1}
 
 
@@ -45,10 +46,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "core": Setting("core", 32, 3, {}),
-    "commit": Setting("commit", 32, 3, {}),
+    "core": Setting("core", 32, 3, SMALL_STEPS),
+    "commit": Setting("commit", 32, 3, SMALL_STEPS),
     "commit, larger steps": Setting("commit", 32, 3, LARGER_STEPS),
-    "commit, small rounds": Setting("commit", 16, 3, {}),
+    "commit, small rounds": Setting("commit", 16, 3, SMALL_STEPS),
     "commit, small rounds, larger steps": Setting("commit", 16, 3, LARGER_STEPS),
     "commit, small rounds, larger steps, 7 + 1": Setting("commit", 16, 7, LARGER_STEPS),
     "commit, small rounds, larger steps, 7 + 1, leave one out": Setting(

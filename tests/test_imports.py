@@ -14,7 +14,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 CORE = ("leyline", "storage", "kasmina", "tolaria", "simic")
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "esper"}
-KERNELS = tuple(f"esper.kasmina.kernels.{family}" for family in ("host_blocks", "rows", "blending"))
+FAMILIES = ("acting", "blending", "host_blocks", "optimiser", "programs", "rows", "seeds", "squeeze")
+KERNELS = tuple(f"esper.kasmina.kernels.{family}" for family in FAMILIES)
 """Written in triton, which only CUDA builds of torch bring along."""
 
 BELOW = {

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.kasmina.layers import Conv2d, GroupNorm, Scale
-from esper.kasmina.row_layout import BACK, STORED, living_rows, take_rows
+from esper.kasmina.living import living_rows
+from esper.kasmina.row_layout import BACK, STORED, take_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,8 @@ grouped convolution and the norms need no copy. On the CPU small ones are stored
 Only the functions here, `products` and the CUDA kernels depend on this.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -89,26 +88,6 @@ def unfold_rows(x: Tensor, rows: int) -> Tensor:
 def has_kernels(x: Tensor) -> bool:
     """Whether the Triton kernels serve these: rows of images on CUDA, not in float64."""
     return x.dim() == 5 and x.device.type == "cuda" and x.dtype != torch.float64
-
-
-_LIVING: ContextVar[Tensor | None] = ContextVar("living", default=None)
-
-
-@contextmanager
-def living_rows(rows: Tensor) -> Iterator[None]:
-    """Within this block kernels may leave out the rows that are padding: `rows` (R,) bool is False. What those hold
-    then is anything, and reaches no other row."""
-    before = _LIVING.set(rows)
-    try:
-        yield
-    finally:
-        _LIVING.reset(before)
-
-
-def living(rows: int) -> Tensor | None:
-    """Which of that many rows are no padding (R,); None if all are."""
-    found = _LIVING.get()
-    return None if found is None or len(found) != rows else found
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, int]:

@@ -12,21 +12,14 @@ from torch.nn import functional as F
 from esper.kasmina.compare import RowScore
 from esper.kasmina.hosts import ConvSegment, Host, PooledSegment, PoolSegment
 from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
-from esper.kasmina.row_layout import (
-    add_into_rows,
-    add_rows,
-    cat_rows,
-    copy_rows,
-    living_rows,
-    share_rows,
-    split_rows,
-    take_rows,
-)
+from esper.kasmina.living import living_rows
+from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
 from esper.tolaria.banks import StackedWeights
 from esper.tolaria.batches import Samples
 from esper.tolaria.rows import Act, Rows
 
 if TYPE_CHECKING:
+    from esper.kasmina.kernels.acting import Group
     from esper.tolaria.fleet import HostFleet
 
 CHUNK = {"cpu": 512, "cuda": 4096}  # most inputs per pass: on the CPU for the caches, on CUDA to save launches
@@ -215,15 +208,27 @@ def _act(h: Tensor, shadow_h: Tensor | None, acts: Sequence[Act], streams: SideS
     straight_through = any(act.silent for act in acts)
     whole = [act for act in acts if not straight_through and act.bank.runs_whole(h)]
     if whole:
-        from esper.tolaria.whole_stages import act_whole  # needs triton, which only CUDA builds bring along
+        from esper.kasmina.kernels.acting import act_whole  # needs triton, which only CUDA builds bring along
 
-        h, shadow_h = act_whole(h, shadow_h, whole, streams.over)
+        h, shadow_h = act_whole(h, shadow_h, [group_of(act) for act in whole], streams.over)
     rest = [act for act in acts if not any(act is one for one in whole)]
     if not rest:
         return h, shadow_h
     if shadow_h is None:
         return _act_on(h, rest, streams), None
     return split_rows(_act_on(cat_rows([h, shadow_h]), rest, streams), len(h))
+
+
+def group_of(act: Act) -> "Group":
+    """An act in the terms of the kernels that run whole stages."""
+    from esper.kasmina.kernels.acting import Group  # needs triton
+    from esper.kasmina.kernels.programs import Entries
+
+    bank = act.bank
+    assert bank.program is not None
+    multiplies = "multiply" in bank.styles
+    entries = Entries(act.rows, act.members, act.strength, bank.style, act.valid, act.learns, multiplies)
+    return Group(bank.program, entries, bank.weights.whole)
 
 
 def _act_on(h: Tensor, acts: Sequence[Act], streams: SideStreams) -> Tensor:

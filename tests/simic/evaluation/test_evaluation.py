@@ -42,7 +42,8 @@ def trained(tasks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs of one round, a and b."""
     folder = tmp_path_factory.mktemp("trained")
     for seed, name in enumerate("ab"):
-        Trainer(TrainConfig(task=NAME, rounds=1, hosts=2, members=1, seed=seed), folder / name).run(progress=False)
+        config = TrainConfig(task=NAME, rounds=1, hosts=2, members=1, seed=seed, preset="core")
+        Trainer(config, folder / name).run(progress=False)
     return folder
 
 

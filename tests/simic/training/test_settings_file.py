@@ -66,8 +66,8 @@ def test_the_batch_size_reaches_the_minibatches(tmp_path: Path) -> None:
 
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
     """Even a flag with the default value; other values of the file stay."""
-    text = "rounds = 40\nsensing = false\n[ppo]\nepochs = 8\nrate = 0.5\n"
-    config = settings(tmp_path, text, "--rounds", "20", "--sensing", "--ppo.epochs", "4")
+    text = "rounds = 7\nsensing = false\n[ppo]\nepochs = 3\nrate = 0.5\n"
+    config = settings(tmp_path, text, "--rounds", "40", "--sensing", "--ppo.epochs", "8")
     assert config == replace(TrainConfig(), ppo=replace(TrainConfig().ppo, rate=0.5))
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from esper.kasmina.row_layout import living
+from esper.kasmina.living import living
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)  # a NaN stays one, so that losses show it
 COLUMNS = 128

@@ -168,8 +168,55 @@ def _statistics(  # type: ignore[no-untyped-def]
     return y, mean, 1.0 / tl.sqrt(square / (pixels * GROUP) + eps)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _source(main, shadow, source, row, here, main_rows, shadow_rows, INPUTS: tl.constexpr, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Where a stage reads: the row of the stream, or what the stage before left."""
+    if FIRST:
+        base, stride = _row(main, shadow, row, main_rows, shadow_rows, INPUTS)
+    else:
+        base, stride = source + here * INPUTS, here * 0 + INPUTS
+    return base, stride
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep(stats, entry, batch, first, end, mean, rate, OUTPUTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Store the statistics of some samples (entries, batch, 2, channels)."""
+    inner = first + tl.arange(0, mean.shape[0])
+    channel = tl.arange(0, mean.shape[1])
+    index = ((entry * batch + inner) * 2 * OUTPUTS)[:, None] + channel[None, :]
+    known = (inner < end)[:, None] & (channel < OUTPUTS)[None, :]
+    tl.store(stats + index, mean, mask=known)
+    tl.store(stats + index + OUTPUTS, rate, mask=known)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finished(  # type: ignore[no-untyped-def]
+    y, x, mean, rate, gamma, beta,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, RELU: tl.constexpr, LESS: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """z from y, and from the input x where it is subtracted."""
+    channel = tl.arange(0, y.shape[1])
+    z = y
+    if GROUP > 0:
+        normal = (y - _spread(mean, WIDE)) * _spread(rate, WIDE)
+        z = normal * _vector(gamma, channel, OUTPUTS) + _vector(beta, channel, OUTPUTS)
+    if LESS:
+        z = z - x
+    if RELU:
+        z = tl.where(z < 0, 0.0, z)  # a NaN stays
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _blended(x, delta, factor, kind, MULTIPLIES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The stream with the effect of a seed."""
+    if MULTIPLIES:
+        delta = tl.where(kind == MULTIPLY, x * libdevice.tanh(delta), delta)
+    return x + factor * delta
+
+
 @triton.jit(do_not_specialize=["main_rows", "shadow_rows"])  # type: ignore[untyped-decorator]
-def stage_forward(  # type: ignore[no-untyped-def]  # noqa: C901  # what is missing from a stage is compiled away
+def stage_forward(  # type: ignore[no-untyped-def]
     main, shadow, to_main, to_shadow, source, kept, out, stats, sums, matrix,
     rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, height, width, parameters, weight, gamma, beta, scale, eps,
@@ -190,34 +237,30 @@ def stage_forward(  # type: ignore[no-untyped-def]  # noqa: C901  # what is miss
     channel = tl.arange(0, OUT)
     pixels = height * width
     here = entry.to(tl.int64) * batch * pixels
-    if FIRST:
-        base, stride = _row(main, shadow, row, main_rows, shadow_rows, INPUTS)
-    else:
-        base, stride = source + here * INPUTS, here * 0 + INPUTS
-    if LAST:
-        stream, apart = _row(main, shadow, row, main_rows, shadow_rows, OUTPUTS)
-        target, apart = _row(to_main, to_shadow, row, main_rows, shadow_rows, OUTPUTS)
-        factor = tl.load(strength + entry).to(tl.float32)
-        kind = tl.load(style + tl.load(members + entry))
+    base, stride = _source(main, shadow, source, row, here, main_rows, shadow_rows, INPUTS, FIRST)
+    stream, apart = _row(main, shadow, row, main_rows, shadow_rows, OUTPUTS)
+    target, apart = _row(to_main, to_shadow, row, main_rows, shadow_rows, OUTPUTS)
+    factor = tl.load(strength + entry).to(tl.float32)
+    kind = tl.load(style + tl.load(members + entry))
     worth = tl.zeros((OUT,), tl.float32)
     for first in range(begin, end, SAMPLES):
         start = first * pixels
         read = base + start * stride
         y = tl.zeros((SAMPLES * WIDE, OUT), tl.float32)
+        x = y
+        mean = tl.zeros((SAMPLES, OUT), tl.float32)
+        rate = mean
         if GROUP > 0:
             y, mean, rate = _statistics(
                 read, stride, own + weight, first, end, height, width, eps,
                 INPUTS, OUTPUTS, SIDE, DEPTHWISE, GROUP, GROUP_WIDE, SAMPLES, WIDE, TILES, IN, OUT,
             )  # fmt: skip
             if KEEPS:
-                inner = first + tl.arange(0, SAMPLES)
-                index = ((entry * batch + inner) * 2 * OUTPUTS)[:, None] + channel[None, :]
-                known = (inner < end)[:, None] & (channel < OUTPUTS)[None, :]
-                tl.store(stats + index, mean, mask=known)
-                tl.store(stats + index + OUTPUTS, rate, mask=known)
+                _keep(stats, entry, batch, first, end, mean, rate, OUTPUTS)
         for tile in range(TILES):
             sample, pixel, seen = _cells(first, end, tile * WIDE, pixels, SAMPLES, WIDE)
             local = _at(sample, pixel, pixels, OUTPUTS)
+            offsets = _at(sample, pixel, pixels, apart)
             if TILES > 1 or GROUP == 0:
                 y = _convolve(
                     read, stride, own + weight, sample, pixel, seen, height, width,
@@ -225,24 +268,14 @@ def stage_forward(  # type: ignore[no-untyped-def]  # noqa: C901  # what is miss
                 )  # fmt: skip
             if KEEPS:
                 _write(kept + (here + start) * OUTPUTS, local, seen, channel, y, OUTPUTS)
-            z = y
-            if GROUP > 0:
-                normal = (y - _spread(mean, WIDE)) * _spread(rate, WIDE)
-                z = normal * _vector(own + gamma, channel, OUTPUTS) + _vector(own + beta, channel, OUTPUTS)
             if LAST:
-                offsets = _at(sample, pixel, pixels, apart)
                 x = _read(stream + start * apart, offsets, seen, channel, OUTPUTS).to(tl.float32)
-            if LESS:
-                z = z - x
-            if RELU:
-                z = tl.where(z < 0, 0.0, z)  # a NaN stays
+            z = _finished(y, x, mean, rate, own + gamma, own + beta, OUTPUTS, GROUP, RELU, LESS, WIDE)
             if PROBES:
                 worth += tl.sum(z * _read(target + start * apart, offsets, seen, channel, OUTPUTS).to(tl.float32), 0)
             elif LAST:
-                delta = z * _vector(own + scale, channel, OUTPUTS)
-                if MULTIPLIES:
-                    delta = tl.where(kind == MULTIPLY, x * libdevice.tanh(delta), delta)
-                _write(target + start * apart, offsets, seen, channel, x + factor * delta, OUTPUTS)
+                changed = _blended(x, z * _vector(own + scale, channel, OUTPUTS), factor, kind, MULTIPLIES)
+                _write(target + start * apart, offsets, seen, channel, changed, OUTPUTS)
             else:
                 _write(out + (here + start) * OUTPUTS, local, seen, channel, z, OUTPUTS)
     if PROBES:
@@ -298,8 +331,21 @@ def _incoming(  # type: ignore[no-untyped-def]
     return d, normal, weighted, past
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _through_norm(  # type: ignore[no-untyped-def]
+    d, normal, factors, level, slope, rate, GROUP: tl.constexpr, LESS: tl.constexpr, WIDE: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """∂L/∂y from d = ∂L/∂n: (γ·d − mean(γ·d) − ŷ·mean(γ·d·ŷ))/√(var + ε); less d where the input was subtracted."""
+    result = d
+    if GROUP > 0:
+        result = (factors * d - _spread(level, WIDE) - normal * _spread(slope, WIDE)) * _spread(rate, WIDE)
+    if LESS:
+        result = result - d
+    return result
+
+
 @triton.jit(do_not_specialize=["main_rows", "shadow_rows"])  # type: ignore[untyped-decorator]
-def stage_backward(  # type: ignore[no-untyped-def]  # noqa: C901
+def stage_backward(  # type: ignore[no-untyped-def]
     main, shadow, from_main, from_shadow, to_main, to_shadow, following, kept, stats, matrix, out, sums,
     rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, height, width, parameters, next_weight, gamma, beta, scale,
@@ -373,12 +419,7 @@ def stage_backward(  # type: ignore[no-untyped-def]  # noqa: C901
                     sample, pixel, seen, height, width, gamma, beta, scale,
                     OUTPUTS, NEXT, NEXT_SIDE, NEXT_DEPTHWISE, GROUP, RELU, LAST, LESS, MULTIPLIES, WIDE, OUT, NEXT_WIDE,
                 )  # fmt: skip
-            result = d
-            if GROUP > 0:
-                result = factors * d - _spread(level, WIDE) - normal * _spread(slope, WIDE)
-                result = result * _spread(rate, WIDE)
-            if LESS:
-                result = result - d
+            result = _through_norm(d, normal, factors, level, slope, rate, GROUP, LESS, WIDE)
             offsets = _at(sample, pixel, pixels, apart)
             if TO_STREAM:
                 past += result
@@ -408,10 +449,8 @@ def kernel_gradient(  # type: ignore[no-untyped-def]
     begin, end = _samples_of(learns, entry, per, batch)
     pixels = height * width
     here = entry.to(tl.int64) * batch * pixels
-    if FIRST:
-        base, stride = _row(main, shadow, tl.load(rows + entry), main_rows, shadow_rows, INPUTS)
-    else:
-        base, stride = source + here * INPUTS, here * 0 + INPUTS
+    row = tl.load(rows + entry)
+    base, stride = _source(main, shadow, source, row, here, main_rows, shadow_rows, INPUTS, FIRST)
     read = tl.arange(0, IN)
     made = tl.arange(0, OUT)
     total = tl.zeros((IN, OUT), tl.float32)

@@ -22,8 +22,8 @@ PATHS = ("data_dir", "start")  # settings that JSON and TOML hold as text
 
 
 def growth_ppo() -> PPOConfig:
-    """PPO's defaults for growth."""
-    return PPOConfig(gamma=1.0, normalise_rewards=False)
+    """PPO's defaults for growth: episodes are dear, so rounds are small and steps large (docs/ppo.md)."""
+    return PPOConfig(gamma=1.0, normalise_rewards=False, rate=3e-3, rate_end=0.1, epochs=8, target_kl=0.1)
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class TrainConfig:
     """Settings of a run, in which a controller learns on fresh hosts, round after round."""
 
     task: str = "digits_blind"  # several tasks, separated by commas, share one policy
-    rounds: int = 20  # an episode of all hosts each, then an update of the policy
-    hosts: int = 32  # hosts per round, controls included, divided equally among the tasks
+    rounds: int = 40  # an episode of all hosts each, then an update of the policy
+    hosts: int = 16  # hosts per round, controls included, divided equally among the tasks
     members: int = 3  # hosts per group, without its control
     batch: int | None = None  # minibatch size of the hosts (default: the task's)
     seed: int = 0  # random seed of the run
     start: Path | None = None  # run whose trained controller and observation statistics this run starts with
-    preset: str = "core"  # heads and ops of the controller: core, commit or full
+    preset: str = "commit"  # heads and ops of the controller: core, commit or full
     sensing: bool = True  # whether the controller sees the probes of empty slots
     isolation: Isolation = "shadow"  # how seeds in TRAINING learn: in a shadow row, or straight_through the main row
     teach: TeachConfig = field(default_factory=TeachConfig)
@@ -120,6 +120,9 @@ def taught_config(episodes: int) -> TrainConfig:
         growth_ppo(),
         network=windowed(),
         rate=3e-4,
+        rate_end=1.0,
+        epochs=4,
+        target_kl=0.03,
         critic_first=4,
         leash=1.0,
         leash_until=1.0,
@@ -128,7 +131,7 @@ def taught_config(episodes: int) -> TrainConfig:
         entropy=0.0,
         logit_penalty=0.0,
     )
-    return TrainConfig(preset="commit", members=7, teach=TeachConfig(episodes), ppo=ppo)
+    return TrainConfig(rounds=20, hosts=32, members=7, teach=TeachConfig(episodes), ppo=ppo)
 
 
 def decode_config(values: Mapping[str, Json], where: str) -> TrainConfig:
