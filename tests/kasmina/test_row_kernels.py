@@ -147,7 +147,7 @@ def test_a_row_that_is_not_finite_breaks_alone(
 @pytest.mark.parametrize("where", ["input", "weights"])
 def test_a_nan_passes_norm_relu_and_pool(where: str) -> None:
     """In its own channels alone, so that the loss of its host shows it."""
-    from esper.kasmina.kernels.host_blocks import norm_relu_pool  # only CUDA builds include triton
+    from esper.kasmina.kernels.norm_pool import norm_relu_pool  # only CUDA builds include triton
 
     x, weight = torch.randn(4, 12, 6, 6, device="cuda"), torch.ones(12, device="cuda")
     wanted, *_ = norm_relu_pool(x, weight, torch.zeros_like(weight), 1e-5, 12)
@@ -161,7 +161,7 @@ def test_a_nan_passes_norm_relu_and_pool(where: str) -> None:
 
 def test_padding_is_left_out_and_changes_nothing() -> None:
     """Rows that live have the same bits, forward and backward, whether the others are computed or not."""
-    from esper.kasmina.kernels.host_blocks import norm_relu_pool
+    from esper.kasmina.kernels.norm_pool import norm_relu_pool
 
     generator = torch.Generator(device="cuda").manual_seed(6)
     x = torch.randn(9, 150, 8, 8, device="cuda", generator=generator)

@@ -289,7 +289,7 @@ class BatchNorm2d(_AffineNorm):
             return F.relu(max_pool(y)), statistics  # in this order the ReLU has a quarter of the work
         if is_small(x):
             return self._small(x, train, pooled=True)
-        from esper.kasmina.kernels.host_blocks import norm_relu_pool  # needs triton
+        from esper.kasmina.kernels.norm_pool import norm_relu_pool  # needs triton
 
         y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps, len(x))
         shape = self.running_mean.shape

@@ -7,7 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from esper.kasmina.kernels.seeds import kernel_gradient, stage_backward, stage_forward, sum_splits
+from esper.kasmina.kernels.seed_gradients import kernel_gradient, stage_backward, sum_splits
+from esper.kasmina.kernels.seeds import stage_forward
 from esper.kasmina.kernels.squeeze import squeeze_backward, squeeze_forward
 from esper.kasmina.stages import Chain, Squeeze, Stage
 

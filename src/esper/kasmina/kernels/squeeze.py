@@ -5,14 +5,22 @@ With m the mean of h over the pixels of a sample:
     p = W₁ m,   u = p·σ(p),   f = tanh(W₂ u),   z = h·f
 
 The result is h + s·a·z, or h + s·h·tanh(a·z), where s is the strength and a the scale. A program takes some samples of
-one entry. See `seeds` for the layout; in plain torch this is `SqueezeExcite`.
+one entry. See `tiles` for the layout; in plain torch this is `SqueezeExcite`.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from esper.kasmina.kernels.seeds import MULTIPLY, _at, _read, _row, _samples_of, _vector, _write
+from esper.kasmina.kernels.tiles import (
+    MULTIPLY,
+    load_cells,
+    offsets_of,
+    row_start,
+    samples_of,
+    store_cells,
+    vector,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
@@ -27,7 +35,7 @@ def _factors(  # type: ignore[no-untyped-def]
     for tile in range(TILES):
         pixel = tile * WIDE + tl.arange(0, WIDE)
         seen = pixel < pixels
-        m += tl.sum(_read(stream, _at(0, pixel, pixels, apart), seen, channel, CHANNELS).to(tl.float32), 0)
+        m += tl.sum(load_cells(stream, offsets_of(0, pixel, pixels, apart), seen, channel, CHANNELS).to(tl.float32), 0)
     m = m / pixels
     p = tl.sum(first * m[None, :], 1)
     u = p * tl.sigmoid(p)
@@ -61,18 +69,18 @@ def squeeze_forward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Some samples of one entry per program. PROBES as in `stage_forward`."""
     entry = tl.program_id(1)
-    begin, end = _samples_of(valid, entry, per, batch)
+    begin, end = samples_of(valid, entry, per, batch)
     own = matrix + tl.load(members + entry) * parameters
     row = tl.load(rows + entry)
-    stream, apart = _row(main, shadow, row, main_rows, shadow_rows, CHANNELS)
-    target, apart = _row(to_main, to_shadow, row, main_rows, shadow_rows, CHANNELS)
+    stream, apart = row_start(main, shadow, row, main_rows, shadow_rows, CHANNELS)
+    target, apart = row_start(to_main, to_shadow, row, main_rows, shadow_rows, CHANNELS)
     factor = tl.load(strength + entry).to(tl.float32)
     kind = tl.load(style + tl.load(members + entry))
     channel = tl.arange(0, ACROSS)
     first, second, to_first, to_second, in_first, in_second = _matrices(  # noqa: RUF059
         own, squeeze, excite, CHANNELS, HIDDEN, ACROSS, INNER
     )
-    size = _vector(own + scale, channel, CHANNELS)
+    size = vector(own + scale, channel, CHANNELS)
     worth = tl.zeros((ACROSS,), tl.float32)
     for sample in range(begin, end):
         start = sample * pixels * apart
@@ -83,16 +91,16 @@ def squeeze_forward(  # type: ignore[no-untyped-def]
         for tile in range(TILES):
             pixel = tile * WIDE + tl.arange(0, WIDE)
             seen = pixel < pixels
-            offsets = _at(0, pixel, pixels, apart)
-            x = _read(read, offsets, seen, channel, CHANNELS).to(tl.float32)
+            offsets = offsets_of(0, pixel, pixels, apart)
+            x = load_cells(read, offsets, seen, channel, CHANNELS).to(tl.float32)
             delta = x * f[None, :]
             if PROBES:
-                worth += tl.sum(delta * _read(target + start, offsets, seen, channel, CHANNELS).to(tl.float32), 0)
+                worth += tl.sum(delta * load_cells(target + start, offsets, seen, channel, CHANNELS).to(tl.float32), 0)
             else:
                 delta = delta * size
                 if MULTIPLIES:
                     delta = tl.where(kind == MULTIPLY, x * libdevice.tanh(delta), delta)
-                _write(target + start, offsets, seen, channel, x + factor * delta, CHANNELS)
+                store_cells(target + start, offsets, seen, channel, x + factor * delta, CHANNELS)
     if PROBES:
         split = (entry * tl.num_programs(0) + tl.program_id(0)) * CHANNELS
         tl.store(sums + split + channel, worth, mask=channel < CHANNELS)
@@ -107,19 +115,19 @@ def squeeze_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Adds to the gradient of the stream, and leaves sums for the weights in `sums` (entries, splits, parameters)."""
     entry = tl.program_id(1)
-    begin, end = _samples_of(valid, entry, per, batch)
+    begin, end = samples_of(valid, entry, per, batch)
     own = matrix + tl.load(members + entry) * parameters
     row = tl.load(rows + entry)
-    stream, apart = _row(main, shadow, row, main_rows, shadow_rows, CHANNELS)
-    gradient, apart = _row(from_main, from_shadow, row, main_rows, shadow_rows, CHANNELS)
-    target, apart = _row(to_main, to_shadow, row, main_rows, shadow_rows, CHANNELS)
+    stream, apart = row_start(main, shadow, row, main_rows, shadow_rows, CHANNELS)
+    gradient, apart = row_start(from_main, from_shadow, row, main_rows, shadow_rows, CHANNELS)
+    target, apart = row_start(to_main, to_shadow, row, main_rows, shadow_rows, CHANNELS)
     factor = tl.load(strength + entry).to(tl.float32)
     kind = tl.load(style + tl.load(members + entry))
     channel = tl.arange(0, ACROSS)
     first, second, to_first, to_second, in_first, in_second = _matrices(
         own, squeeze, excite, CHANNELS, HIDDEN, ACROSS, INNER
     )
-    size = _vector(own + scale, channel, CHANNELS)
+    size = vector(own + scale, channel, CHANNELS)
     d_first = tl.zeros((INNER, ACROSS), tl.float32)
     d_second = tl.zeros((ACROSS, INNER), tl.float32)
     d_scale = tl.zeros((ACROSS,), tl.float32)
@@ -131,9 +139,9 @@ def squeeze_backward(  # type: ignore[no-untyped-def]
         for tile in range(TILES):
             pixel = tile * WIDE + tl.arange(0, WIDE)
             seen = pixel < pixels
-            offsets = _at(0, pixel, pixels, apart)
-            x = _read(read, offsets, seen, channel, CHANNELS).to(tl.float32)
-            d = factor * _read(gradient + start, offsets, seen, channel, CHANNELS).to(tl.float32)
+            offsets = offsets_of(0, pixel, pixels, apart)
+            x = load_cells(read, offsets, seen, channel, CHANNELS).to(tl.float32)
+            d = factor * load_cells(gradient + start, offsets, seen, channel, CHANNELS).to(tl.float32)
             if MULTIPLIES:
                 t = libdevice.tanh(x * f[None, :] * size)
                 d = tl.where(kind == MULTIPLY, d * x * (1.0 - t * t), d)
@@ -149,16 +157,16 @@ def squeeze_backward(  # type: ignore[no-untyped-def]
         for tile in range(TILES):
             pixel = tile * WIDE + tl.arange(0, WIDE)
             seen = pixel < pixels
-            offsets = _at(0, pixel, pixels, apart)
-            d = factor * _read(gradient + start, offsets, seen, channel, CHANNELS).to(tl.float32)
-            result = _read(target + start, offsets, seen, channel, CHANNELS).to(tl.float32)
+            offsets = offsets_of(0, pixel, pixels, apart)
+            d = factor * load_cells(gradient + start, offsets, seen, channel, CHANNELS).to(tl.float32)
+            result = load_cells(target + start, offsets, seen, channel, CHANNELS).to(tl.float32)
             if MULTIPLIES:
-                x = _read(read, offsets, seen, channel, CHANNELS).to(tl.float32)
+                x = load_cells(read, offsets, seen, channel, CHANNELS).to(tl.float32)
                 t = libdevice.tanh(x * f[None, :] * size)
                 result += tl.where(kind == MULTIPLY, d * t, 0.0)
                 d = tl.where(kind == MULTIPLY, d * x * (1.0 - t * t), d)
             result += d * size * f[None, :] + to_m[None, :]
-            _write(target + start, offsets, seen, channel, result, CHANNELS)
+            store_cells(target + start, offsets, seen, channel, result, CHANNELS)
     share = sums + (entry * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * parameters
     tl.store(share + to_first, d_first, mask=in_first)
     tl.store(share + to_second, d_second, mask=in_second)
