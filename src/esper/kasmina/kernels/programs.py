@@ -12,7 +12,9 @@ from esper.kasmina.kernels.seeds import stage_forward
 from esper.kasmina.kernels.squeeze import squeeze_backward, squeeze_forward
 from esper.kasmina.stages import Chain, Squeeze, Stage
 
-SPLITS = 32  # programs per entry in training: few enough for the sums, enough to fill the device with a few entries
+# Programs per entry. A program waits for memory most of the time, so a few entries need many of them; backwards each
+# leaves sums for all weights, so there are fewer.
+SPLITS, SPLITS_BACK = 128, 32
 CELLS = {32: 256, 64: 128, 128: 64}  # of a tile, by the most channels
 LEAST_CHANNELS = 16  # of a tile: what a matrix product takes
 COLUMNS = 256  # parameters per program of the last sum
@@ -96,8 +98,7 @@ def act(
     program: Chain | Squeeze, streams: Streams, target: Streams, entries: Entries, matrix: Tensor, *, keeps: bool
 ) -> list[Kept]:
     """Add what these entries do to `target`, a copy of the streams. Returns what `take_back` needs, if it `keeps`."""
-    splits = SPLITS if keeps else max(SPLITS, len(streams.main) // SPLITS)
-    tiling = Tiling.of(*_size(streams), program.channels, splits)
+    tiling = Tiling.of(*_size(streams), program.channels, SPLITS)
     return _run(program, streams, target, entries, matrix, tiling, keeps=keeps, sums=None)
 
 
@@ -107,7 +108,7 @@ def worth(program: Chain | Squeeze, stream: Tensor, gradient: Tensor, matrix: Te
     none, ones = torch.zeros_like(rows), torch.ones_like(rows)
     entries = Entries(rows, none, ones, none, ones, ones, multiplies=False)
     streams = Streams(stream, None)
-    tiling = Tiling.of(*_size(streams), program.channels, SPLITS)
+    tiling = Tiling.of(*_size(streams), program.channels, SPLITS_BACK)
     sums = matrix.new_empty(len(rows), tiling.splits, stream.shape[4])
     _run(program, streams, Streams(gradient, None), entries, matrix, tiling, keeps=False, sums=sums)
     return sums.sum(1)
@@ -180,7 +181,7 @@ def take_back(
     learn into `gradient` (members, parameters)."""
     batch, height, width, main_rows, _ = streams.main.shape
     shadow_rows, count = streams.pair[1].shape[3], len(entries.rows)
-    tiling = Tiling.of(batch, height * width, program.channels, SPLITS)
+    tiling = Tiling.of(batch, height * width, program.channels, SPLITS_BACK)
     grid = (tiling.splits, count)
     sums = matrix.new_empty(count, tiling.splits, matrix.shape[1])
     chosen = (entries.rows, entries.members, entries.strength, entries.style, entries.valid)
