@@ -78,6 +78,13 @@ def test_others_take_the_plain_path(layers: list[nn.Module]) -> None:
     assert described(nn.Identity()) is None
 
 
+def test_a_layer_that_is_used_twice_takes_the_plain_path() -> None:
+    """Its second use has no name of its own."""
+    relu = nn.ReLU()
+    assert described(nn.Sequential(Conv2d(4, 4, 3), relu, Conv2d(4, 4, 3), relu, Scale(4))) is None
+    assert described(nn.Sequential(Conv2d(4, 4, 3), nn.ReLU(), Conv2d(4, 4, 3), nn.ReLU(), Scale(4))) is not None
+
+
 def test_large_samples_take_the_plain_path() -> None:
     """A sample of more than 64 KiB in float32, or of too many channels."""
     program = described(built("conv_light"))

@@ -282,7 +282,7 @@ class BatchNorm2d(_AffineNorm):
         return y, {"running_mean": mean, "running_var": var} if train else {}
 
     def relu_pool(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        """The norm, ReLU and 2×2 max pooling. For rows this is one kernel on CUDA, and one pass on the CPU."""
+        """The norm, ReLU and 2×2 max pooling. For rows this is three kernels on CUDA, one pass on the CPU."""
         even = x.shape[-1] % 2 == 0 and x.shape[-2] % 2 == 0
         if not (train and even and self.weight.dim() == 2) or layout_of(x) == "cpu":
             y, statistics = self(x, train)

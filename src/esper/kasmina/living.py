@@ -21,6 +21,6 @@ def living_rows(rows: Tensor) -> Iterator[None]:
 
 
 def living(rows: int) -> Tensor | None:
-    """Which of that many rows are no padding (R,); None if all are."""
+    """Which of that many rows are no padding (R,); None if nobody said so: all count."""
     found = _LIVING.get()
     return None if found is None or len(found) != rows else found

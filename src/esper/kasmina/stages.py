@@ -69,7 +69,7 @@ def describe(seed: nn.Module, columns: Mapping[str, slice], prefix: str = "seed.
     if type(seed) is NormResidual and isinstance(seed.norm, GroupNorm):
         stage = _normed(Stage(seed.norm.width, seed.norm.width), "norm", seed.norm, first)
         return None if stage is None else Chain((stage,), first("scale.weight"), less_input=True)
-    if type(seed) is not nn.Sequential:
+    if type(seed) is not nn.Sequential or len(list(seed.children())) != len(seed):  # a layer that is used twice
         return None
     stages = list[Stage]()
     for name, layer in seed.named_children():
@@ -78,14 +78,16 @@ def describe(seed: nn.Module, columns: Mapping[str, slice], prefix: str = "seed.
         added: Stage | None = None
         if type(layer) is Conv2d:
             added = _convolution(layer, first(f"{name}.weight"))
-            stages.append(Stage(layer.inputs, layer.outputs))
         elif type(layer) is GroupNorm and stages and not stages[-1].groups and not stages[-1].relu:
             added = _normed(stages[-1], name, layer, first)
         elif type(layer) is nn.ReLU and stages:
             added = replace(stages[-1], relu=True)
         if added is None:
             return None
-        stages[-1] = added
+        if type(layer) is Conv2d:
+            stages.append(added)
+        else:
+            stages[-1] = added
     return None
 
 
@@ -105,5 +107,5 @@ def _normed(stage: Stage, name: str, norm: GroupNorm, first: Callable[[str], int
 
 
 def fits(program: Chain | Squeeze, pixels: int) -> bool:
-    """Whether the kernels hold a sample of this size."""
+    """Whether the kernels are meant for samples of this size."""
     return program.channels <= MOST_CHANNELS and program.channels * pixels <= MOST_VALUES

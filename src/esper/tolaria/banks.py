@@ -1,8 +1,9 @@
 """Stacked networks, their optimisers, and banks: all seeds of one blueprint in one slot, over all hosts of a fleet.
 
 Every tensor has a leading member axis. All tensors of a network lie side by side in one matrix (members, parameters),
-so an optimiser step is a dozen kernels whatever the network. It equals `torch.optim.SGD` and `AdamW` per member, with
-its own clipping, rate and step count. A member without part in it, or without a finite gradient, stays as it is.
+so an optimiser step is a dozen kernels whatever the network, and one for SGD on CUDA. It equals `torch.optim.SGD` and
+`AdamW` per member, with its own clipping, rate and step count. A member without part in it, or without a finite
+gradient, stays as it is.
 """
 
 from collections.abc import Mapping, Sequence

@@ -177,8 +177,8 @@ class StackedHost:
     ) -> PassResult:
         """From the input `x` (rows born at the start, B, …) to the output; `statistics` replace the running ones.
 
-        Shadow rows are born from these rows and pass through the host beside them, as only the latter train it. Where
-        banks act the two are one batch: `rows.acts` numbers the shadow rows after the others.
+        Shadow rows are born from these rows and pass through the host beside them, as only the latter train it. Banks
+        act on both: `rows.acts` numbers the shadow rows after the others.
         """
         births = {birth.place: birth.parents for birth in rows.births}
         shadow_births = {birth.place: birth.parents for birth in shadow.births} if shadow else {}
@@ -188,7 +188,8 @@ class StackedHost:
             if segment is not None:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
                 h, batch_statistics[index] = segment(state, h, train)
-                if shadow is not None and shadow_h is not None and shadow.valid is not None:
+                if shadow is not None and shadow_h is not None:
+                    assert shadow.valid is not None
                     with living_rows(shadow.valid[: len(shadow_h)]):
                         shadow_h, _ = segment(self.segment_state(index, shadow, len(shadow_h)), shadow_h, train)
             if index in tapped:
@@ -210,7 +211,7 @@ def _act(h: Tensor, shadow_h: Tensor | None, acts: Sequence[Act], streams: SideS
     if whole:
         from esper.kasmina.kernels.acting import act_whole  # needs triton, which only CUDA builds bring along
 
-        h, shadow_h = act_whole(h, shadow_h, [group_of(act) for act in whole], streams.over)
+        h, shadow_h = act_whole(h, shadow_h, [_group_of(act) for act in whole], streams.over)
     rest = [act for act in acts if not any(act is one for one in whole)]
     if not rest:
         return h, shadow_h
@@ -219,7 +220,7 @@ def _act(h: Tensor, shadow_h: Tensor | None, acts: Sequence[Act], streams: SideS
     return split_rows(_act_on(cat_rows([h, shadow_h]), rest, streams), len(h))
 
 
-def group_of(act: Act) -> "Group":
+def _group_of(act: Act) -> "Group":
     """An act in the terms of the kernels that run whole stages."""
     from esper.kasmina.kernels.acting import Group  # needs triton
     from esper.kasmina.kernels.programs import Entries

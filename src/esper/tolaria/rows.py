@@ -60,7 +60,7 @@ class PassPlan(NamedTuple):
     main: Rows  # with the banks that act on them, for passes without shadows
     shadow: Rows | None  # without banks
     # By place, what banks do to the main rows and, numbered after them, to the shadow rows. There is one group per bank
-    # for both, as every group costs dozens of kernels.
+    # for both, as every group costs kernels.
     acts: dict[int, list[Act]]
 
 

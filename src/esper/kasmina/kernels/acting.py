@@ -53,12 +53,13 @@ class _Act(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, main: Tensor, shadow: Tensor | None) -> tuple[Tensor | None, ...]:
         streams, incoming = Streams(*ctx.saved_tensors), _stored(main, shadow)
+        all_kept, ctx.kept = ctx.kept, None  # freed with this call
         target = incoming.copy()
         matrices = [group.matrix for group in ctx.groups]
         sizes = [matrix.numel() for matrix in matrices]
         zeros = matrices[0].new_zeros(sum(sizes)).split(sizes)  # of all banks at once
         gradients = [part.view_as(matrix) for part, matrix in zip(zeros, matrices, strict=True)]
-        with ctx.over(list(zip(ctx.groups, ctx.kept, gradients, strict=True))) as walk:
+        with ctx.over(list(zip(ctx.groups, all_kept, gradients, strict=True))) as walk:
             for (program, entries, matrix), kept, gradient in walk:
                 take_back(program, kept, streams, incoming, target, entries, matrix, gradient)
         return None, None, None, *_back(target), *gradients

@@ -99,11 +99,11 @@ def _window(pooled, height, width):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(first, pixels, height, width, column, inside, columns, POOLED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Of a tile of pooled pixels: where its windows and its pooled values lie, and what exists."""
+    """Of a tile of pooled pixels: where its windows and its pooled values lie, what exists, and what is computed."""
     pooled = first + tl.arange(0, POOLED)
-    seen = (pooled < pixels)[:, None] & inside[None, :]
+    exists = (pooled < pixels)[:, None] & (column < columns)[None, :]
     start = _window(pooled, height, width)[:, None] * columns + column[None, :]
-    return start, pooled.to(tl.int64)[:, None] * columns + column[None, :], seen
+    return start, pooled.to(tl.int64)[:, None] * columns + column[None, :], exists, exists & inside[None, :]
 
 
 @triton.jit
@@ -122,16 +122,19 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     x, slope, offset, y, living, pixels, height, width,
     columns: tl.constexpr, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """y = relu(max over 2×2 of slope·x + offset), a tile of pooled pixels per program."""
+    """y = relu(max over 2×2 of slope·x + offset), a tile of pooled pixels per program; 0 in padding, as cuDNN mixes
+    neighbouring rows with weights of zero, and needs numbers that stay finite."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = _living(living, column, columns, CHANNELS)
-    start, target, seen = _tile(tl.program_id(0) * POOLED, pixels, height, width, column, inside, columns, POOLED)
+    start, target, exists, seen = _tile(
+        tl.program_id(0) * POOLED, pixels, height, width, column, inside, columns, POOLED
+    )
     a = tl.load(slope + column, mask=inside, other=0.0)[None, :]
     b = tl.load(offset + column, mask=inside, other=0.0)[None, :]
     x0, x1, x2, x3 = _windows(x, start, width, columns, seen)
     best = tl.maximum(a * x0 + b, a * x1 + b, ALL)
     best = tl.maximum(best, tl.maximum(a * x2 + b, a * x3 + b, ALL), ALL)
-    tl.store(y + target, tl.maximum(best, 0.0, ALL), mask=seen)
+    tl.store(y + target, tl.where(seen, tl.maximum(best, 0.0, ALL), 0.0), mask=exists)
 
 
 @triton.jit
@@ -161,7 +164,9 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((POOLED, BLOCK), tl.float32)
     product = tl.zeros((POOLED, BLOCK), tl.float32)
     for step in range(0, _limit(PER, inside), POOLED):
-        start, source, seen = _tile(part * PER + step, pixels, height, width, column, inside, columns, POOLED)
+        start, source, exists, seen = _tile(  # noqa: RUF059
+            part * PER + step, pixels, height, width, column, inside, columns, POOLED
+        )
         x0, x1, x2, x3 = _windows(x, start, width, columns, seen)
         which = _winner(x0, x1, x2, x3, a, b)
         value = tl.load(g + source, mask=seen, other=0.0).to(tl.float32)
@@ -198,10 +203,12 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     x, g, slope, offset, shift, tilt, dx, living, pixels, height, width,
     columns: tl.constexpr, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """dx = slope·g at the winner, minus (shift + tilt·x) everywhere; a tile of pooled pixels per program."""
+    """dx = slope·g at the winner, minus (shift + tilt·x) everywhere, in a tile of pooled pixels; 0 in padding."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = _living(living, column, columns, CHANNELS)
-    start, source, seen = _tile(tl.program_id(0) * POOLED, pixels, height, width, column, inside, columns, POOLED)
+    start, source, exists, seen = _tile(
+        tl.program_id(0) * POOLED, pixels, height, width, column, inside, columns, POOLED
+    )
     a = tl.load(slope + column, mask=inside, other=0.0)[None, :]
     b = tl.load(offset + column, mask=inside, other=0.0)[None, :]
     s = tl.load(shift + column, mask=inside, other=0.0)[None, :]
@@ -210,10 +217,11 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     which = _winner(x0, x1, x2, x3, a, b)
     value = a * tl.load(g + source, mask=seen, other=0.0).to(tl.float32)
     below = start + width * columns
-    tl.store(dx + start, tl.where(which == 0, value, 0.0) - s - t * x0, mask=seen)
-    tl.store(dx + start + columns, tl.where(which == 1, value, 0.0) - s - t * x1, mask=seen)
-    tl.store(dx + below, tl.where(which == 2, value, 0.0) - s - t * x2, mask=seen)
-    tl.store(dx + below + columns, tl.where(which == 3, value, 0.0) - s - t * x3, mask=seen)
+    # Where nothing is computed, all of these are 0.
+    tl.store(dx + start, tl.where(which == 0, value, 0.0) - s - t * x0, mask=exists)
+    tl.store(dx + start + columns, tl.where(which == 1, value, 0.0) - s - t * x1, mask=exists)
+    tl.store(dx + below, tl.where(which == 2, value, 0.0) - s - t * x2, mask=exists)
+    tl.store(dx + below + columns, tl.where(which == 3, value, 0.0) - s - t * x3, mask=exists)
 
 
 class _NormReluPool(torch.autograd.Function):

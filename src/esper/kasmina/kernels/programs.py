@@ -30,7 +30,7 @@ class Streams(NamedTuple):
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Both; a pass without shadow rows names none."""
+        """Both; without shadow rows the main ones twice, as no entry names a shadow row then."""
         return self.main, self.main if self.shadow is None else self.shadow
 
     def copy(self) -> "Streams":
@@ -89,9 +89,9 @@ def _groups(stage: Stage) -> dict[str, int]:
 class Kept(NamedTuple):
     """What a stage leaves for the backward pass."""
 
-    y: Tensor  # before the norm; without a norm what it passes on
+    y: Tensor  # before the norm; of an inner stage without a norm, z
     statistics: Tensor  # (entries, batch, 2, channels): mean and 1/√(var + ε)
-    z: Tensor  # what it passes on
+    z: Tensor  # what it passes on; the last stage passes nothing on
 
 
 def act(
@@ -162,7 +162,8 @@ def _run(
             MULTIPLIES=last and entries.multiplies, KEEPS=saves, PROBES=last and probes,
             **tiling.names, IN=_across(stage.inputs), OUT=_across(stage.outputs), **OPTIONS,
         )  # fmt: skip
-        kept.append(Kept(y, statistics, z))
+        if keeps:
+            kept.append(Kept(y, statistics, z))
         source = z
     return kept
 
@@ -194,7 +195,7 @@ def take_back(
         )  # fmt: skip
     else:
         _chain_back(program, kept, streams, incoming, target, entries, matrix, sums, tiling)
-    columns = last_column(program)
+    columns = _last_column(program)
     sum_splits[(triton.cdiv(columns, COLUMNS), count)](
         sums, gradient, entries.members, entries.learns, tiling.splits, matrix.shape[1], columns, COLUMNS
     )
@@ -252,6 +253,6 @@ def _squeeze_names(program: Squeeze, tiling: Tiling) -> dict[str, int]:
     return sizes | {"ACROSS": _across(program.channels), "INNER": triton.next_power_of_2(program.hidden)}
 
 
-def last_column(program: Chain | Squeeze) -> int:
+def _last_column(program: Chain | Squeeze) -> int:
     """The number of parameters of a seed: the scale is the last of them."""
     return program.scale + (program.stages[-1].outputs if isinstance(program, Chain) else program.channels)

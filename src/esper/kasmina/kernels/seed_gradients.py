@@ -106,8 +106,9 @@ def stage_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """∂L/∂y of a stage: from the stream if it is the LAST one, else from ∂L/∂y of the stage that follows.
 
-    TO_STREAM: the result is added to the gradient of the stream. So a stage without anything is the gradient that the
-    first convolution sends there. Sums for γ, β and the scale are left in `sums` (entries, splits, parameters).
+    TO_STREAM: the result is added to the gradient of the stream. This also serves the input of the first convolution,
+    as a stage without norm and ReLU in front of it. Sums for γ, β and the scale are left in `sums` (entries, splits,
+    parameters).
     """
     entry = tl.program_id(1)
     begin, end = samples_of(valid, entry, per, batch)

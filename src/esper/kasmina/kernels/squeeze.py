@@ -26,8 +26,7 @@ from esper.kasmina.kernels.tiles import (
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
 def _factors(  # type: ignore[no-untyped-def]
     stream, apart, pixels, first, second,
-    CHANNELS: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,  # noqa: N803
-    ACROSS: tl.constexpr, INNER: tl.constexpr,  # noqa: N803
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """m, p, u and f of one sample."""
     channel = tl.arange(0, ACROSS)
@@ -86,7 +85,7 @@ def squeeze_forward(  # type: ignore[no-untyped-def]
         start = sample * pixels * apart
         read = stream + start
         m, p, u, f = _factors(  # noqa: RUF059
-            read, apart, pixels, first, second, CHANNELS, HIDDEN, WIDE, TILES, ACROSS, INNER
+            read, apart, pixels, first, second, CHANNELS, WIDE, TILES, ACROSS
         )
         for tile in range(TILES):
             pixel = tile * WIDE + tl.arange(0, WIDE)
@@ -134,7 +133,7 @@ def squeeze_backward(  # type: ignore[no-untyped-def]
     for sample in range(begin, end):
         start = sample * pixels * apart
         read = stream + start
-        m, p, u, f = _factors(read, apart, pixels, first, second, CHANNELS, HIDDEN, WIDE, TILES, ACROSS, INNER)
+        m, p, u, f = _factors(read, apart, pixels, first, second, CHANNELS, WIDE, TILES, ACROSS)
         to_f = tl.zeros((ACROSS,), tl.float32)
         for tile in range(TILES):
             pixel = tile * WIDE + tl.arange(0, WIDE)
