@@ -36,10 +36,11 @@ def questions() -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rounds of eight growing hosts."""
+    """Two rounds of eight growing hosts, whose policy decides about commits itself."""
     tiny_task()
     path = tmp_path_factory.mktemp("trained") / "run"
-    main(["train", "--task", NAME, "--rounds", "2", "--hosts", "12", "--members", "2", "--out", str(path)])
+    sizes = ["--rounds", "2", "--hosts", "12", "--members", "2", "--preset", "core"]
+    main(["train", "--task", NAME, *sizes, "--out", str(path)])
     return path
 
 

@@ -257,7 +257,8 @@ def test_the_price_of_commits_begins_in_mid_run(tmp_path: Path) -> None:
     tiny_task()
     reward = RewardConfig(commit_price=2.0, price_after=0.5)
     eager = replace(growth_ppo(), network=NetworkConfig(first_bias=(-1.0, 1.0, 0.0, -2.0, 3.0, 2.0)))
-    trainer = Trainer(TrainConfig(task=NAME, rounds=2, hosts=16, ppo=eager, reward=reward), tmp_path / "run")
+    settings = TrainConfig(task=NAME, rounds=2, hosts=16, preset="core", ppo=eager, reward=reward)
+    trainer = Trainer(settings, tmp_path / "run")
     with trainer.folder:
         for paid in (0.0, 2.0):
             (record,) = trainer.run_round()

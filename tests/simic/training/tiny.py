@@ -77,7 +77,8 @@ def quick_config(rounds: int = 12, **changes: object) -> TrainConfig:
         )
     bias = {LifecycleOp.GERMINATE: 1.0, LifecycleOp.ADVANCE: 3.0, LifecycleOp.FOSSILIZE: 4.0, LifecycleOp.PRUNE: -3.0}
     network = NetworkConfig(encoder=16, hidden=16, head=16, first_bias=tuple(bias.get(op, 0.0) for op in LifecycleOp))
-    ppo = replace(growth_ppo(), network=network, epochs=2, minibatches=2)
+    steps = {"epochs": 2, "minibatches": 2, "rate": 1e-3, "rate_end": 1.0, "target_kl": 0.03}
+    ppo = replace(growth_ppo(), network=network, **steps)  # type: ignore[arg-type]  # by name
     config = TrainConfig(task=QUICK, rounds=rounds, hosts=4, members=1, preset="core", sensing=False, ppo=ppo)
     return replace(config, **changes)  # type: ignore[arg-type]  # by name
 
