@@ -40,7 +40,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_task()
     path = tmp_path_factory.mktemp("trained") / "run"
     sizes = ["--rounds", "2", "--hosts", "12", "--members", "2", "--preset", "core"]
-    main(["train", "--task", NAME, *sizes, "--out", str(path)])
+    steps = ["--ppo.rate", "0.001", "--ppo.rate-end", "1", "--ppo.epochs", "4", "--ppo.target-kl", "0.03"]
+    main(["train", "--task", NAME, *sizes, *steps, "--out", str(path)])
     return path
 
 
