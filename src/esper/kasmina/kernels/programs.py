@@ -18,7 +18,7 @@ SPLITS, SPLITS_BACK = 128, 32
 CELLS = {32: 256, 64: 128, 128: 64}  # of a tile, by the most channels
 LEAST_CHANNELS = 16  # of a tile: what a matrix product takes
 COLUMNS = 256  # parameters per program of the last sum
-# Without pipelining a program needs fewer registers: more of them run at once, in 0.73 of the time.
+# Measured on an H200: without pipelining, the stages of four blueprints in three slots take 0.73 of the time.
 OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
