@@ -4,8 +4,15 @@
     python benchmarks/speed_pairs.py OLD NEW --job update --device cpu
 
 OLD and NEW are folders with `src` and `benchmarks`, for example two git worktrees. Each runs in a process of its own,
-warms up, and then does one unit of work whenever it is asked: a round of growth (`loop`) or a PPO update (`update`).
-The two take turns, and the one that goes first changes from pair to pair, so drift of the machine cancels.
+warms up, and then does one unit of work whenever it is asked. The two take turns, and the one that goes first changes
+from pair to pair, so drift of the machine cancels. The units are
+
+    loop        a round of growth with a learning controller
+    update      a PPO update
+    hosts       20 minibatches of hosts that never grew, on random images of CIFAR-10's size
+    holding     the same where three quarters of the hosts have three HOLDING seeds
+    validation  the main row and three ablation rows of every host on 2,000 images
+    probe       a probe of all slots of all hosts
 """
 
 import argparse
@@ -23,6 +30,7 @@ from typing import Any
 import torch
 from harness import RESULTS, Json, print_table, write_result
 
+HOSTS = 64
 READY, TOOK = "ready", "seconds "
 """Begin the lines that count; a round may print others."""
 
@@ -53,7 +61,29 @@ def ppo_update(arguments: argparse.Namespace, folder: Path) -> Callable[[], obje
     return lambda: agent.update(script.collect(agent, arguments.hosts, arguments.steps))
 
 
-JOBS = {"loop": loop_round, "update": ppo_update}
+def fleet_work(arguments: argparse.Namespace, _: Path) -> Callable[[], object]:
+    """A function that trains, validates or probes a fleet of the task `cifar_baseline`'s shape."""
+    from esper.tolaria.measurement import Prober
+
+    script: Any = __import__("fleet_throughput")  # Any: the script of that checkout
+    arguments.bf16 = arguments.device == "cuda"
+    fleet = script.make_fleet(arguments, arguments.hosts, arguments.batch)
+    held = {"hosts": 0, "holding": 3 * arguments.hosts // 4}.get(arguments.job, arguments.hosts)
+    if held:
+        script.hold_seeds(fleet, held)
+    numbers = iter(range(10**9))
+
+    def train() -> None:
+        for _ in range(MINIBATCHES):
+            fleet.train_minibatch(fleet.draw(next(numbers)), 0.01)
+
+    return {"validation": fleet.validate, "probe": Prober(fleet)}.get(arguments.job, train)
+
+
+MINIBATCHES = 20
+JOBS = {"loop": loop_round, "update": ppo_update} | dict.fromkeys(
+    ("hosts", "holding", "validation", "probe"), fleet_work
+)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -115,7 +145,8 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--job", choices=JOBS, default="loop")
     parser.add_argument("--task", default="cifar_baseline")
-    parser.add_argument("--hosts", type=int, default=64, help="hosts, or envs of an update")
+    parser.add_argument("--hosts", type=int, default=HOSTS, help="hosts, or envs of an update")
+    parser.add_argument("--batch", type=int, default=256, help="images of a minibatch, where no task sets it")
     parser.add_argument("--steps", type=int, default=6, help="steps of an episode")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--warm", type=int, default=2, help="units of work that are not timed")
@@ -145,11 +176,13 @@ def main() -> None:
         "device": arguments.device,
         "hosts": arguments.hosts,
         "steps": arguments.steps,
+        "batch": arguments.batch,
         "old_seconds": old.seconds,
         "new_seconds": new.seconds,
         "median_speed_ratio": statistics.median(ratios),
     }
-    write_result(f"speed_pairs_{arguments.job}_{arguments.device}", result, arguments.out)
+    hosts = "" if arguments.hosts == HOSTS else f"_{arguments.hosts}"
+    write_result(f"speed_pairs_{arguments.job}{hosts}_{arguments.device}", result, arguments.out)
 
 
 if __name__ == "__main__":
