@@ -6,6 +6,7 @@ the main one, is calibrated by one train-mode forward pass over the same trainin
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -76,21 +77,36 @@ class PairedDifference(NamedTuple):
 
 
 def paired_difference(row: RowScore, other: RowScore) -> PairedDifference:
-    """How much better `row` is than `other`, with paired standard errors.
+    """How much better `row` is than `other`, with paired standard errors."""
+    return paired_differences([row], [other])[0]
+
+
+def paired_differences(rows: Sequence[RowScore], others: Sequence[RowScore]) -> list[PairedDifference]:
+    """How much better each row is than its counterpart, with paired standard errors. All have the same predictions.
 
     That of the accuracy follows from discordant predictions: sqrt(p01 + p10 − (p01 − p10)²) / sqrt(n). Where a row has
-    only losses, points are the percentage by which the loss of `row` is below that of `other`.
+    only losses, points are the percentage by which its loss is below that of the other. Device sync: one for all rows.
     """
-    losses = (other.losses - row.losses).double()
-    count = losses.numel()
-    error = float(losses.std()) / math.sqrt(count) if count > 1 else math.inf
-    loss = Measurement(float(losses.mean()), error)
-    if row.correct is None or other.correct is None:
-        return PairedDifference(Measurement(relative_gain(other.loss, row.loss), 100.0 * error / other.loss), loss)
-    won = float((row.correct & ~other.correct).sum()) / count
-    lost = float((other.correct & ~row.correct).sum()) / count
-    variance = max(0.0, won + lost - (won - lost) ** 2)
-    return PairedDifference(Measurement(100.0 * (won - lost), 100.0 * math.sqrt(variance / count)), loss)
+    if not rows:
+        return []
+    mine, theirs = (torch.stack([row.losses for row in part]) for part in (rows, others))
+    losses, count = (theirs - mine).double(), mine.shape[1]
+    error = losses.std(1) / math.sqrt(count) if count > 1 else torch.full_like(losses[:, 0], math.inf)
+    if any(row.correct is None for row in (*rows, *others)):
+        level = theirs.double().mean(1)
+        points = relative_gain(level, mine.double().mean(1)), 100.0 * error / level
+    else:
+        points = _points(*(torch.stack([row.hits for row in part]) for part in (rows, others)))
+    numbers = torch.stack([*points, losses.mean(1), error], 1).tolist()
+    return [PairedDifference(Measurement(*one[:2]), Measurement(*one[2:])) for one in numbers]
+
+
+def _points(hits: Tensor, other_hits: Tensor) -> tuple[Tensor, Tensor]:
+    """Points (rows,) by which hits (rows, n) are more than those of others, and their standard errors."""
+    count = hits.shape[1]
+    won, lost = (part.sum(1).double() / count for part in (hits & ~other_hits, other_hits & ~hits))
+    variance = (won + lost - (won - lost) ** 2).clamp_min(0.0)
+    return 100.0 * (won - lost), 100.0 * (variance / count).sqrt()
 
 
 class Comparison(NamedTuple):

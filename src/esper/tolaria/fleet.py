@@ -259,7 +259,7 @@ class HostFleet:
 
     def govern(self, comparisons: Sequence[Comparison]) -> list[Panic]:
         """After validation: restore the snapshots of envs that panic, then take new snapshots of all."""
-        losses = torch.tensor([comparison.main.loss for comparison in comparisons])
+        losses = torch.stack([comparison.main.losses for comparison in comparisons]).double().mean(1)
         banks = [bank.weights.matrix for bank in self.banks.values()]
         stacked = [self.host.weights.matrix, *self.host.buffers.values(), *banks]
         finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked]).all(0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import SeedState, lifecycle
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.compare import Comparison, RowScore, paired_difference
+from esper.kasmina.compare import Comparison, RowScore, paired_differences
 from esper.kasmina.layers import Scale
 from esper.kasmina.row_layout import STORED, has_kernels
 from esper.kasmina.stages import Chain, Squeeze, describe, fits
@@ -38,8 +38,7 @@ def measure(fleet: "HostFleet", memory: ValidationMemory, *, deployed: bool = Tr
         if deployed:
             running = score_rows(fleet, deployed_rows(fleet, envs), samples, None, chunk=chunk)
         comparisons += [Comparison(*both, {}, {}) for both in zip(scores[: len(envs)], running, strict=True)]
-        for row, (env, slot_id) in seed_of.items():
-            _compare_seed(fleet.states[env], comparisons[env], slot_id, scores[row])
+        _compare_seeds(fleet.states, comparisons, scores, seed_of)
     return comparisons[: fleet.n]
 
 
@@ -52,15 +51,27 @@ def measure_committed(fleet: "HostFleet", memory: ValidationMemory, samples: Sam
     return scores[: fleet.n]
 
 
-def _compare_seed(states: dict[str, SeedState], comparison: Comparison, slot_id: str, row: RowScore) -> None:
-    """Compare a seed's row with its env's main row, and record the difference in its state."""
-    state = states[slot_id]
-    if state.stage is SeedStage.TRAINING:
-        audition = comparison.auditions[slot_id] = paired_difference(row, comparison.main)
-        states[slot_id] = lifecycle.record_audition(state, audition.points)
-    else:
-        contribution = comparison.contributions[slot_id] = paired_difference(comparison.main, row)
-        states[slot_id] = lifecycle.record_contribution(state, contribution.points)
+def _compare_seeds(
+    states: Sequence[dict[str, SeedState]],
+    comparisons: Sequence[Comparison],
+    scores: Sequence[RowScore],
+    seed_of: Mapping[int, tuple[int, str]],
+) -> None:
+    """Compare the row of each seed, an (env, slot) by the row's number, with its env's main row. Record the differences
+    in the comparisons and in the seeds' states."""
+    rows = [scores[row] for row in seed_of]
+    mains = [comparisons[env].main for env, _ in seed_of.values()]
+    # An audition is the row's advantage over the main row, a contribution that of the main row over it.
+    trains = [states[env][slot_id].stage is SeedStage.TRAINING for env, slot_id in seed_of.values()]
+    pairs = [(row, main) if training else (main, row) for row, main, training in zip(rows, mains, trains, strict=True)]
+    differences = paired_differences(*(list(part) for part in zip(*pairs, strict=True))) if pairs else []
+    for (env, slot_id), training, difference in zip(seed_of.values(), trains, differences, strict=True):
+        if training:
+            comparisons[env].auditions[slot_id] = difference
+            states[env][slot_id] = lifecycle.record_audition(states[env][slot_id], difference.points)
+        else:
+            comparisons[env].contributions[slot_id] = difference
+            states[env][slot_id] = lifecycle.record_contribution(states[env][slot_id], difference.points)
 
 
 class Sensing(NamedTuple):

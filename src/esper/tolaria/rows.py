@@ -193,17 +193,27 @@ def _entries(
 
 def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, list[Act]]:
     """By place, one act per bank that has entries, or whose group does not shrink. Padding is not valid."""
+    groups = {key: entries.get(key, []) for key in fleet.banks}
+    sizes = {key: size_of(fleet.banks[key], len(own)) for key, own in groups.items()}
+    sizes = {key: size for key, size in sizes.items() if size}
+    if not sizes:
+        return {}
+    padded = [
+        (*entry, number < len(groups[key]))
+        for key, size in sizes.items()
+        for number, entry in enumerate(groups[key] + [(groups[key] or [Entry(0, 0)])[0]] * (size - len(groups[key])))
+    ]
+    # One copy to the device for all banks.
+    columns = torch.tensor(padded, dtype=torch.int64).T.to(fleet.device)
+    (rows, members), (full, learns, valid) = columns[:2], columns[2:].bool()
+    parts = (column.split(list(sizes.values())) for column in (rows, members, full, learns & valid, valid))
     acts: dict[int, list[Act]] = {}
-    for key, bank in fleet.banks.items():
-        own = entries.get(key, [])
-        if size := size_of(bank, len(own)):
-            padded = own + [own[0] if own else Entry(0, 0)] * (size - len(own))
-            rows, members, full, learns = (
-                torch.tensor(column, device=bank.device) for column in zip(*padded, strict=True)
-            )
-            valid = torch.arange(size, device=bank.device) < len(own)
-            strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
-            strength = strength.where(valid, 0.0)
-            act = Act(bank, rows, members, strength, valid, learns & valid)
-            acts.setdefault(fleet.places[key[0]], []).append(act)
+    for key, *own in zip(sizes, *parts, strict=True):
+        acts.setdefault(fleet.places[key[0]], []).append(_act(fleet.banks[key], *own))
     return acts
+
+
+def _act(bank: Bank, rows: Tensor, members: Tensor, full: Tensor, learns: Tensor, valid: Tensor) -> Act:
+    """The act of one bank; padding has no strength."""
+    strength = torch.where(full, bank.full.index_select(0, members), bank.strength.index_select(0, members))
+    return Act(bank, rows, members, strength.where(valid, 0.0), valid, learns)
