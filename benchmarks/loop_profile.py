@@ -146,7 +146,7 @@ def main() -> None:
         graphs.append({} if fleet.graphs is None else dict(Counter(counts_of(fleet)) - before))
     plan, rates = fleet.update_plan(), torch.full((), 0.05, device=fleet.device, dtype=fleet.dtype)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with labelled(), profile(activities=activities) as profiled:
+    with labelled(), profile(activities=activities, acc_events=True) as profiled:
         for index in range(arguments.minibatches):
             fleet.run_minibatch(plan, fleet.draw(index), rates, torch.ones_like(rates))
     events = list(profiled.events())

@@ -77,7 +77,8 @@ def fleet_work(arguments: argparse.Namespace, _: Path) -> Callable[[], object]:
         for _ in range(MINIBATCHES):
             fleet.train_minibatch(fleet.draw(next(numbers)), 0.01)
 
-    return {"validation": fleet.validate, "probe": Prober(fleet)}.get(arguments.job, train)
+    units: dict[str, Callable[[], object]] = {"validation": fleet.validate, "probe": Prober(fleet)}
+    return units.get(arguments.job, train)
 
 
 MINIBATCHES = 20

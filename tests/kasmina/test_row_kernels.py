@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.kasmina.layers import Conv2d, GroupNorm, Scale
-from esper.kasmina.living import living_rows
+from esper.kasmina.row_hints import living_rows
 from esper.kasmina.row_layout import BACK, STORED, take_rows
 
 pytestmark = pytest.mark.gpu

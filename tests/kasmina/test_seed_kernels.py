@@ -22,7 +22,9 @@ STRENGTH = torch.tensor([0.5, 1.0, 0.7, 0.0])
 MULTIPLY = BLEND_STYLES.index("multiply")
 ONES = torch.ones(8, dtype=torch.float64)
 NAMES = BlueprintRegistry.names("image")
-LIMIT = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+LIMIT = 3e-5  # in float32
+WORSE = 1.5  # how far bfloat16 may be from float64, relative to torch's own operations in bfloat16
 
 
 class Case(NamedTuple):
@@ -69,14 +71,13 @@ def set_up(case: Case) -> Setup:
     return Setup(seed, weights, h, style, gradient)
 
 
-def expected(setup: Setup) -> Outcome:
+def expected(setup: Setup, dtype: torch.dtype = torch.float64) -> Outcome:
     """One entry after the other, by the blueprint itself."""
     matrix = setup.weights.matrix.clone().requires_grad_()
-    h = setup.h.clone().requires_grad_()
-    out = h
-    for row, member, learns, strength in zip(ROWS[:3], OF_MEMBER, LEARNS, STRENGTH.double(), strict=False):
-        own = matrix[member] if learns else matrix[member].detach()
-        shapes = setup.weights.shapes
+    h = setup.h.clone().to(dtype).requires_grad_()
+    out, shapes = h.clone(), setup.weights.shapes
+    for row, member, learns, strength in zip(ROWS[:3], OF_MEMBER, LEARNS, STRENGTH.to(dtype), strict=False):
+        own = (matrix[member] if learns else matrix[member].detach()).to(dtype)
         parts = {
             name.removeprefix("seed."): own[columns].view(shapes[name])
             for name, columns in setup.weights.columns.items()
@@ -84,10 +85,10 @@ def expected(setup: Setup) -> Outcome:
         delta = functional_call(setup.seed, parts, (h[row],))
         effect = h[row] * delta.tanh() if setup.style[member] == MULTIPLY else delta
         out = out.index_add(0, row[None], strength * effect[None])
-    (out * setup.gradient).sum().backward()
+    (out * setup.gradient.to(dtype)).sum().backward()
     assert h.grad is not None
     assert matrix.grad is not None
-    return Outcome(out.detach(), h.grad, matrix.grad)
+    return Outcome(out.detach().double(), h.grad.double(), matrix.grad)
 
 
 def by_kernels(case: Case, setup: Setup, valid: Tensor = VALID) -> Outcome:
@@ -115,20 +116,27 @@ def by_kernels(case: Case, setup: Setup, valid: Tensor = VALID) -> Outcome:
     take_back(program, kept, streams, incoming, to_h, entries, matrix, to_weights)
     silent = streams.copy()
     act(program, streams, silent, entries, matrix, keeps=False)
-    assert torch.equal(back(silent), back(out)), "an evaluation does the same"
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[case.dtype]  # the compiler fuses other products there
+    torch.testing.assert_close(back(silent), back(out), rtol=rounding, atol=rounding, equal_nan=True)
     return Outcome(back(out), back(to_h), to_weights.cpu().double())
 
 
 def assert_close(case: Case) -> None:
-    """In float32 each number, relative to the largest; in bfloat16 their norm, as a ReLU at 0 may open or not."""
+    """In float32 each number, relative to the largest; in bfloat16 their norm, relative to what torch itself has."""
     setup = set_up(case)
-    for name, found, wanted in zip(Outcome._fields, by_kernels(case, setup), expected(setup), strict=True):
-        order = torch.inf if case.dtype == torch.float32 else 2
-        error = float((found - wanted).flatten().norm(order) / wanted.flatten().norm(order))
-        assert error < LIMIT[case.dtype], f"{name} differs by {error:.1e}"
+    found, wanted = by_kernels(case, setup), expected(setup)
+    if case.dtype == torch.float32:
+        for name, mine, reference in zip(Outcome._fields, found, wanted, strict=True):
+            error = float((mine - reference).abs().max() / reference.abs().max())
+            assert error < LIMIT, f"{name} differs by {error:.1e}"
+        return
+    rounded = expected(setup, case.dtype)
+    for name, mine, reference, by_torch in zip(Outcome._fields, found, wanted, rounded, strict=True):
+        error, usual = (float((values - reference).norm()) for values in (mine, by_torch))
+        assert error < WORSE * usual, f"{name} is {error / usual:.1f} times as far from float64 as torch is"
 
 
-@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_blueprint(name: str, dtype: torch.dtype) -> None:
     """Several samples to a tile, and several tiles to a sample."""

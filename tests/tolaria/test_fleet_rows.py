@@ -12,6 +12,7 @@ from esper.kasmina import lifecycle
 from esper.leyline import ACTIVE_STAGES, SeedStage
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.banks import Bank, bucket, with_spare
+from esper.tolaria.graphs import plan_tensors
 from esper.tolaria.rows import START, Act, Rows
 
 
@@ -268,3 +269,15 @@ def test_the_end_of_an_episode_is_scored_on_more_images() -> None:
     for step, end in zip(steps, ends, strict=True):
         assert end.hits.shape == (600,)
         assert torch.equal(end.hits[:400], step.main.hits)
+
+
+def test_kernels_find_what_they_read_side_by_side() -> None:
+    """They take the numbers of entry e from place e of memory, so every tensor of a plan is contiguous."""
+    fleet = make_fleet(task_of("cnn"), 8)
+    plan = fleet.update_plan()
+    assert plan.shadow is not None
+    evaluation, _ = evaluation_rows(fleet)
+    acts = [act for rows in (plan.main, evaluation) for group in rows.acts.values() for act in group]
+    read = [tensor for act in acts for tensor in act if isinstance(tensor, Tensor)]
+    assert read
+    assert all(tensor.is_contiguous() for tensor in [*plan_tensors(plan), *read])

@@ -45,7 +45,7 @@ def test_equals_a_kernel_per_operation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bank_is_few_kernels() -> None:
     """At most 12 forward, backward and step together."""
     fleet = trained()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiled:
         fleet.train_minibatch(fleet.draw(3), 0.01)
     own = ("stage_forward", "stage_backward", "kernel_gradient", "squeeze_", "sum_splits", "_sgd_kernel")
     kernels = [event.name for event in profiled.events() if event.device_type.name == "CUDA"]

@@ -18,6 +18,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from esper.kasmina import products
+from esper.kasmina.row_hints import tiles_of
 from esper.kasmina.row_layout import (
     BACK,
     STORED,
@@ -26,7 +27,6 @@ from esper.kasmina.row_layout import (
     has_kernels,
     is_lone_small,
     is_small,
-    layout_of,
     store_small,
     unfold_rows,
 )
@@ -181,14 +181,18 @@ class Conv2d(Layer):
     def _cuda_rows(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve rows on CUDA, where cuDNN runs most grouped convolutions row by row.
 
-        It is fast only with as many channels in as out, and not for 1×1. So 1×1 uses a Triton kernel, and other
-        convolutions are padded with zero channels. A row that is not finite would reach its neighbours: cuDNN reads
-        zeros in its place, and its weights become NaN instead.
+        It is fast only with as many channels in as out, and not for 1×1. So 1×1 and the first layer use Triton kernels,
+        and other convolutions are padded with zero channels. A row that is not finite would reach its neighbours: cuDNN
+        reads zeros in its place, and its weights become NaN instead.
         """
         # Only CUDA builds include triton.
+        from esper.kasmina.kernels.first_layer import MOST_TAPS, input_conv
         from esper.kasmina.kernels.host_blocks import mix_channels, resize_channels
         from esper.kasmina.kernels.rows import same_conv
 
+        tiles = tiles_of(x)
+        if tiles is not None and self.groups == 1 and self.inputs * self.kernel_size**2 <= MOST_TAPS:
+            return input_conv(x, weight, tiles).permute(BACK["cuda"])
         stored, rows = x.permute(STORED["cuda"]), weight.shape[0]  # channels are the last axis of memory
         if self.kernel_size == 1 and self.groups == 1:
             return mix_channels(stored, weight.flatten(2)).permute(BACK["cuda"])
@@ -282,18 +286,23 @@ class BatchNorm2d(_AffineNorm):
         return y, {"running_mean": mean, "running_var": var} if train else {}
 
     def relu_pool(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
-        """The norm, ReLU and 2×2 max pooling. For rows this is three kernels on CUDA, one pass on the CPU."""
+        """The norm, ReLU and 2×2 max pooling. For rows this is a few kernels on CUDA, one pass on the CPU."""
         even = x.shape[-1] % 2 == 0 and x.shape[-2] % 2 == 0
-        if not (train and even and self.weight.dim() == 2) or layout_of(x) == "cpu":
+        fuses = train if is_small(x) else has_kernels(x) and (train or not torch.is_grad_enabled())
+        if not (fuses and even and self.weight.dim() == 2):
             y, statistics = self(x, train)
             return F.relu(max_pool(y)), statistics  # in this order the ReLU has a quarter of the work
         if is_small(x):
             return self._small(x, train, pooled=True)
-        from esper.kasmina.kernels.norm_pool import norm_relu_pool  # needs triton
+        from esper.kasmina.kernels.norm_pool import norm_relu_pool, scale_relu_pool  # needs triton
 
-        y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps, len(x))
         shape = self.running_mean.shape
-        return unfold_rows(y, x.shape[0]), {"running_mean": mean.view(shape), "running_var": var.view(shape)}
+        if not train:
+            slope = self.weight * (self.running_var + self.eps).rsqrt()
+            offset = self.bias - self.running_mean * slope
+            return unfold_rows(scale_relu_pool(fold_rows(x), slope.flatten(), offset.flatten()), len(x)), {}
+        y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps, len(x))
+        return unfold_rows(y, len(x)), {"running_mean": mean.view(shape), "running_var": var.view(shape)}
 
     def _small(self, x: Tensor, train: bool, *, pooled: bool = False) -> tuple[Tensor, Statistics]:
         shape, stored = self.weight.shape, store_small(x).to(self.weight.dtype)

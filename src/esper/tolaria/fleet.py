@@ -30,7 +30,7 @@ from esper.tolaria.lifecycles import Lifecycles
 from esper.tolaria.measurement import measure, measure_committed
 from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
 from esper.tolaria.passes import StackedHost, row_losses
-from esper.tolaria.rows import LEAST_ROWS, PassPlan, make_plan
+from esper.tolaria.rows import LEAST_ROWS, PassPlan, input_tiles, make_plan
 from esper.tolaria.tasks import Task
 
 
@@ -104,7 +104,8 @@ class HostFleet:
         self.seeds = list(seeds)
         self._row_seeds = self.seeds + self.seeds[:1] * (LEAST_ROWS - self.n)
         groups = list(dict.fromkeys(self._row_seeds))
-        self._group = torch.tensor([groups.index(seed) for seed in self._row_seeds], device=self.device)
+        of_rows = [groups.index(seed) for seed in self._row_seeds]
+        self._group, self.tiles = torch.tensor(of_rows, device=self.device), input_tiles(of_rows, self.device)
         self._order_seeds = torch.tensor([derive_seed(seed, "data") for seed in groups], device=self.device)
         self.step_index = 0
         self.losses = torch.full((self.n,), float("nan"))

@@ -35,12 +35,12 @@ def structure(plan: PassPlan) -> Structure:
         for place, group in sorted(plan.acts.items())
         for act in group
     )
-    return births, acts
+    return births, acts, None if plan.main.tiles is None else plan.main.tiles.shape
 
 
 def plan_tensors(plan: PassPlan) -> list[Tensor]:
     """All tensors that a minibatch reads of a plan, in an order that depends on its structure alone."""
-    tensors = []
+    tensors = [] if plan.main.tiles is None else [plan.main.tiles]
     if plan.shadow is not None:
         assert plan.shadow.valid is not None
         tensors += [plan.shadow.env, plan.shadow.valid, *(birth.parents for birth in plan.shadow.births)]

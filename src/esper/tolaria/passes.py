@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from esper.kasmina.compare import RowScore
 from esper.kasmina.hosts import ConvSegment, Host, PooledSegment, PoolSegment
 from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
-from esper.kasmina.living import living_rows
+from esper.kasmina.row_hints import living_rows, shared_inputs
 from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
 from esper.tolaria.banks import StackedWeights
 from esper.tolaria.batches import Samples
@@ -187,7 +187,8 @@ class StackedHost:
         for index, segment in enumerate(self._segments):
             if segment is not None:
                 state = self.segment_state(index, rows, len(h)) | (statistics[index] if statistics else {})
-                h, batch_statistics[index] = segment(state, h, train)
+                with shared_inputs(x, rows.tiles):
+                    h, batch_statistics[index] = segment(state, h, train)
                 if shadow is not None and shadow_h is not None:
                     assert shadow.valid is not None
                     with living_rows(shadow.valid[: len(shadow_h)]):

@@ -18,6 +18,7 @@ START = -1  # the place before the first segment; other places are the index of 
 # The fewest rows of a pass, and members of a group: kernels for a single one round differently. So a fleet of one
 # carries a dead second row.
 LEAST_ROWS = 2
+TILE_ROWS = 8  # rows that read their inputs together
 
 
 class Birth(NamedTuple):
@@ -49,6 +50,7 @@ class Rows:
     acts: dict[int, list[Act]] = field(default_factory=dict)
     valid: Tensor | None = None  # (R,), None: all; others are padding
     whole_fleet: bool = False  # row i is env i, and its weights get gradient; else they are selected and detached
+    tiles: Tensor | None = None  # which rows see the same inputs (`input_tiles`); None: nobody said
 
     def __len__(self) -> int:
         return len(self.env)
@@ -90,6 +92,16 @@ def indices(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64, device=device)
 
 
+def input_tiles(groups: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers of rows that see the same inputs, those of one group: (T, members), −1 where a tile has fewer."""
+    by_group: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        by_group.setdefault(group, []).append(row)
+    members = min(TILE_ROWS, max(map(len, by_group.values())))
+    tiles = [rows[first : first + members] for rows in by_group.values() for first in range(0, len(rows), members)]
+    return torch.tensor([tile + [-1] * (members - len(tile)) for tile in tiles], device=device)
+
+
 def make_plan(fleet: "HostFleet") -> PassPlan:
     """The rows of a training minibatch. A bank without a working seed costs nothing, unless graphs are replayed."""
 
@@ -100,7 +112,7 @@ def make_plan(fleet: "HostFleet") -> PassPlan:
     row_of = {env: env for env in range(len(everyone))}
     main_entries = _entries(fleet, row_of)
     main_acts = _acts(fleet, main_entries, lambda _, count: fleet.padded(count))
-    main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True)
+    main = Rows(everyone, (Birth(START, everyone),), main_acts, whole_fleet=True, tiles=fleet.tiles)
     if fleet.isolation == "straight_through":
         acts = _acts(fleet, main_entries, bank_size("acts"))
         training = _entries(fleet, row_of, (), (SeedStage.TRAINING,))
@@ -139,9 +151,9 @@ def eval_rows(fleet: "HostFleet", envs: Sequence[int]) -> tuple[Rows, dict[int, 
     extras = [extra for extra in _extras(fleet) if extra.env in row_of]
     on_cuda = fleet.device.type == "cuda"  # where shapes that were met before need no new kernels
     births, padded = _births(fleet, extras, row_of, lambda _, count: bucket(count) if on_cuda else count)
-    start = Birth(START, torch.arange(len(envs), device=fleet.device))
+    start, tiles = _same_start(len(envs), fleet.device)
     env = indices([*envs, *(extra.env if extra else envs[0] for extra in padded)], fleet.device)
-    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, padded), _eval_size))
+    rows = Rows(env, (start, *births), _acts(fleet, _entries(fleet, row_of, padded), _eval_size), tiles=tiles)
     slot_at = {place: slot_id for slot_id, place in fleet.places.items()}
     return rows, {row: (extra.env, slot_at[extra.place]) for row, extra in enumerate(padded, len(envs)) if extra}
 
@@ -150,7 +162,13 @@ def deployed_rows(fleet: "HostFleet", envs: Sequence[int], stages: Container[See
     """Main rows of these envs alone, with their seeds of these stages."""
     row_of = {env: row for row, env in enumerate(envs)}
     acts = _acts(fleet, _entries(fleet, row_of, stages=stages), _eval_size)
-    return Rows(indices(envs, fleet.device), (Birth(START, torch.arange(len(envs), device=fleet.device)),), acts)
+    start, tiles = _same_start(len(envs), fleet.device)
+    return Rows(indices(envs, fleet.device), (start,), acts, tiles=tiles)
+
+
+def _same_start(count: int, device: torch.device) -> tuple[Birth, Tensor]:
+    """The birth of rows that all see the same inputs, and their tiles."""
+    return Birth(START, torch.arange(count, device=device)), input_tiles([0] * count, device)
 
 
 def _eval_size(bank: Bank, count: int) -> int:
@@ -203,8 +221,8 @@ def _acts(fleet: "HostFleet", entries: Entries, size_of: Sizes) -> dict[int, lis
         for key, size in sizes.items()
         for number, entry in enumerate(groups[key] + [(groups[key] or [Entry(0, 0)])[0]] * (size - len(groups[key])))
     ]
-    # One copy to the device for all banks.
-    columns = torch.tensor(padded, dtype=torch.int64).T.to(fleet.device)
+    # One copy to the device for all banks. Kernels expect neighbouring numbers.
+    columns = torch.tensor(padded, dtype=torch.int64).T.contiguous().to(fleet.device)
     (rows, members), (full, learns, valid) = columns[:2], columns[2:].bool()
     parts = (column.split(list(sizes.values())) for column in (rows, members, full, learns & valid, valid))
     acts: dict[int, list[Act]] = {}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from esper.kasmina.living import living
+from esper.kasmina.row_hints import living
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)  # a NaN stays one, so that losses show it
 COLUMNS = 128
@@ -224,6 +224,18 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(dx + below + columns, tl.where(which == 3, value, 0.0) - s - t * x3, mask=exists)
 
 
+def _pooled(x: Tensor, slope: Tensor, offset: Tensor, living: Tensor, channels: int) -> Tensor:
+    """relu(max over 2×2 of slope·x + offset); with `channels` per row, padding is left out."""
+    batch, columns, height, width = x.shape
+    y = torch.empty(
+        batch, columns, height // 2, width // 2, device=x.device, dtype=x.dtype, memory_format=torch.channels_last
+    )
+    pixels = batch * height * width // 4
+    grid = (triton.cdiv(pixels, POOLED), triton.cdiv(columns, COLUMNS))
+    _forward_kernel[grid](x, slope, offset, y, living, pixels, height, width, columns, channels, POOLED, COLUMNS)
+    return y
+
+
 class _NormReluPool(torch.autograd.Function):
     """relu(batch_norm(x)), pooled: (B, K, H, W) channels-last → (B, K, H/2, W/2), and the batch's mean and variance."""
 
@@ -243,13 +255,7 @@ class _NormReluPool(torch.autograd.Function):
         few = triton.cdiv(columns, PARTS)
         _moments_kernel[(few,)](sums, squares, weight, bias, found, parts, pixels, columns, eps, PARTS, PARTS)
         mean, unbiased, _, slope, offset = found
-        y = torch.empty(
-            batch, columns, height // 2, width // 2, device=x.device, dtype=x.dtype, memory_format=torch.channels_last
-        )
-        tiles = triton.cdiv(pixels // 4, POOLED)
-        _forward_kernel[tiles, blocks](
-            x, slope, offset, y, some, pixels // 4, height, width, columns, ctx.channels, POOLED, COLUMNS
-        )
+        y = _pooled(x, slope, offset, some, ctx.channels)
         ctx.save_for_backward(x, found)
         ctx.mark_non_differentiable(mean, unbiased)
         ctx.set_materialize_grads(False)  # no zeros for these two
@@ -282,3 +288,8 @@ def norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, eps: float, rows: in
     The K channels are those of `rows` networks."""
     x = x.contiguous(memory_format=torch.channels_last)
     return _NormReluPool.apply(x, weight, bias, eps, rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scale_relu_pool(x: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+    """relu(slope·x + offset) pooled by 2×2, without gradients; x (B, K, H, W), H and W even, slope and offset (K,)."""
+    return _pooled(x.contiguous(memory_format=torch.channels_last), slope, offset, x, 0)

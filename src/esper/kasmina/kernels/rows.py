@@ -303,28 +303,27 @@ def same_conv(x: Tensor, weight: Tensor, marks: Tensor) -> Tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw_kernel(  # type: ignore[no-untyped-def]
     images, chosen, down, right, flip, group, scale, offset, out,
-    batch, height, width, shift,
-    channels: tl.constexpr, columns: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    batch, height, width, shift, channels: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """One line of one sample of all rows per program; `out` is (batch, height, width, rows·channels)."""
-    sample, line = tl.program_id(0) // height, tl.program_id(0) % height
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    row, channel = column // channels, column % channels
-    index = tl.load(group + row, mask=inside, other=0) * batch + sample
-    image = tl.load(chosen + index, mask=inside, other=0).to(tl.int64)
-    y = line + tl.load(down + index, mask=inside, other=0) - shift
-    x_shift = tl.load(right + index, mask=inside, other=0) - shift
-    mirrored = tl.load(flip + index, mask=inside, other=0) != 0
-    a = tl.load(scale + channel, mask=inside, other=0.0)
-    b = tl.load(offset + channel, mask=inside, other=0.0)
-    start = (image * height + y) * width
-    for step in range(width):
-        x = tl.where(mirrored, width - 1 - step, step) + x_shift
+    """One image of one row per program; `out` is (rows, batch, height, width, channels)."""
+    row, sample = tl.program_id(1), tl.program_id(0)
+    index = tl.load(group + row) * batch + sample
+    below, beside = tl.load(down + index) - shift, tl.load(right + index) - shift
+    mirrored = tl.load(flip + index) != 0
+    size = height * width * channels
+    source = images + tl.load(chosen + index).to(tl.int64) * size
+    target = out + (row.to(tl.int64) * batch + sample) * size
+    for first in range(0, size, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < size
+        channel, column = place % channels, place // channels % width
+        y = place // (width * channels) + below
+        x = tl.where(mirrored, width - 1 - column, column) + beside
         seen = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        value = tl.load(images + (start + x) * channels + channel, mask=seen, other=0).to(tl.float32)
-        target = ((sample * height + line) * width + step).to(tl.int64) * columns + column
-        tl.store(out + target, value * a + b, mask=inside)
+        value = tl.load(source + (y * width + x) * channels + channel, mask=seen, other=0).to(tl.float32)
+        a = tl.load(scale + channel, mask=inside, other=0.0)
+        b = tl.load(offset + channel, mask=inside, other=0.0)
+        tl.store(target + place, value * a + b, mask=inside)
 
 
 def draw_rows(
@@ -338,13 +337,13 @@ def draw_rows(
     shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(R, B, C, H, W): images (N, H, W, C) of uint8 by number (G, B), moved down and right, flipped, times scale plus
-    offset per channel; `group` (R,) says whose draw each row takes."""
+    """(R, B, C, H, W) with the channels innermost: images (N, H, W, C) of uint8 by number (G, B), moved down and right,
+    flipped, times scale plus offset per channel; `group` (R,) says whose draw each row takes."""
     _, height, width, channels = images.shape
-    batch, columns = chosen.shape[1], len(group) * channels
-    out = torch.empty(batch, height, width, len(group), channels, device=images.device, dtype=dtype)
-    block = triton.next_power_of_2(columns)
-    _draw_kernel[(batch * height,)](
-        images, chosen, *moves, group, scale, offset, out, batch, height, width, shift, channels, columns, block
+    batch = chosen.shape[1]
+    out = torch.empty(len(group), batch, height, width, channels, device=images.device, dtype=dtype)
+    block = min(TILE, triton.next_power_of_2(height * width * channels))
+    _draw_kernel[batch, len(group)](
+        images, chosen, *moves, group, scale, offset, out, batch, height, width, shift, channels, block
     )
-    return out.permute(3, 0, 4, 1, 2)
+    return out.permute(0, 1, 4, 2, 3)
