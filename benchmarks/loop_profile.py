@@ -61,7 +61,8 @@ def labelled() -> Iterator[None]:
 
 def grow(fleet: HostFleet, dice: random.Random, members: int) -> None:
     """One episode of random edits; the first host of every group is its control."""
-    fleet.reset([int(dice.random() * 2**31) for _ in range(fleet.n // members) for _ in range(members)])
+    groups = [int(dice.random() * 2**31) for _ in range(fleet.n // members)]
+    fleet.reset([seed for seed in groups for _ in range(members)])
     for _ in range(fleet.task.steps):
         for env in range(fleet.n):
             if env % members:

@@ -14,10 +14,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 CORE = ("leyline", "storage", "kasmina", "tolaria", "simic")
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "esper"}
-FAMILIES = (
-    "acting", "blending", "host_blocks", "norm_pool", "optimiser", "programs", "rows", "seed_gradients", "seeds",
-    "squeeze", "tiles",
-)  # fmt: skip
+FAMILIES = sorted(path.stem for path in (SOURCE / "esper" / "kasmina" / "kernels").glob("[!_]*.py"))
 KERNELS = tuple(f"esper.kasmina.kernels.{family}" for family in FAMILIES)
 """Written in triton, which only CUDA builds of torch bring along."""
 

@@ -55,7 +55,7 @@ def test_a_first_convolution_equals_torch(
         assert own.grad is not None
         assert weight64.grad is not None
         for mine, reference in ((found, wanted), (own.grad, weight64.grad)):
-            gap = (mine.double() - reference).abs().max() / reference.abs().max()
+            gap = (mine.detach().double() - reference.detach()).abs().max() / reference.detach().abs().max()
             assert float(gap) <= (1e-6 if dtype is torch.float32 else 1e-2)
 
 

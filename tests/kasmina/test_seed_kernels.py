@@ -24,7 +24,7 @@ ONES = torch.ones(8, dtype=torch.float64)
 NAMES = BlueprintRegistry.names("image")
 DTYPES = [torch.float32, torch.bfloat16]
 LIMIT = 3e-5  # in float32
-WORSE = 1.5  # how far bfloat16 may be from float64, relative to torch's own operations in bfloat16
+WORSE = 2.0  # how far bfloat16 may be from float64, relative to torch in bfloat16: a ReLU at 0 may open or not
 
 
 class Case(NamedTuple):

@@ -42,8 +42,8 @@ def outcome(device: torch.device, styles: tuple[str, ...], width: int) -> list[T
     bank = bank_on(device, styles, width)
     h = stream(bank, MEMBERS).to(device).requires_grad_()
     members = torch.arange(MEMBERS, device=device)
-    strength = torch.linspace(0.1, 1.0, MEMBERS, device=device)
     valid = members < INVALID
+    strength = torch.linspace(0.1, 1.0, MEMBERS, device=device).where(valid, 0.0)  # as in every plan
     effect = bank.effect(h, members, strength, valid, valid)
     factors = torch.linspace(-1, 1, effect.numel()).view(effect.shape).to(device)
     (effect * factors).sum().backward()

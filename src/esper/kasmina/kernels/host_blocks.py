@@ -14,7 +14,7 @@ from torch import Tensor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _resize_kernel(  # type: ignore[no-untyped-def]
-    x, y, marks, elements, rows: tl.constexpr, before: tl.constexpr, after: tl.constexpr, marked: tl.constexpr,
+    x, y, marks, elements, rows, before: tl.constexpr, after: tl.constexpr, marked: tl.constexpr,
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """y (…, rows, after) is x (…, rows, before), cut or filled up with zeros; if `marked`, finite, with marks (rows,).

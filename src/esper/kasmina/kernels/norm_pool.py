@@ -39,7 +39,7 @@ def _limit(count, inside):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_kernel(  # type: ignore[no-untyped-def]
     x, sums, squares, living, pixels,
-    columns: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    columns, CHANNELS: tl.constexpr, PER: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Per program: Σx and Σx² of PER pixels, for a block of columns."""
     part, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +120,7 @@ def _windows(x, start, width, columns, seen):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x, slope, offset, y, living, pixels, height, width,
-    columns: tl.constexpr, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    columns, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """y = relu(max over 2×2 of slope·x + offset), a tile of pooled pixels per program; 0 in padding, as cuDNN mixes
     neighbouring rows with weights of zero, and needs numbers that stay finite."""
@@ -154,7 +154,7 @@ def _winner(x0, x1, x2, x3, a, b):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     x, g, slope, offset, sums, products, living, pixels, height, width,
-    columns: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    columns, CHANNELS: tl.constexpr, PER: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Per program: Σ g and Σ g·x over PER pooled pixels, where g reaches the input at all."""
     part, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -201,7 +201,7 @@ def _slopes_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     x, g, slope, offset, shift, tilt, dx, living, pixels, height, width,
-    columns: tl.constexpr, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    columns, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """dx = slope·g at the winner, minus (shift + tilt·x) everywhere, in a tile of pooled pixels; 0 in padding."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,6 +13,7 @@ from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import require_whole
 from esper.tolaria import HostFleet, Task
 from esper.tolaria.batches import Batches
+from esper.tolaria.compiling import compile_kernels
 
 Purpose = Literal["training", "tuning", "evaluation", "final", "recording"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -110,6 +111,8 @@ def growth_fleet(
     """Hosts of a task. On CUDA activations and products are bfloat16, weights and statistics float32."""
     check_device(device)
     compute = torch.bfloat16 if torch.device(device).type == "cuda" else None
-    return HostFleet(
+    fleet = HostFleet(
         task, hosts, device, seeds, batches=batches, data_dir=data_dir, compute=compute, isolation=isolation
     )
+    compile_kernels(fleet)
+    return fleet
