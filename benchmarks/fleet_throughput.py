@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +31,10 @@ VALIDATION = 2_000
 
 def random_batches(task: Task, device: torch.device) -> ImageBatches:
     """Data of the task's shape without its content."""
-    generator = torch.Generator().manual_seed(0)
+    generator, side = torch.Generator().manual_seed(0), task.resolution or 32
 
     def part(count: int) -> ImagePart:
-        images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
         return ImagePart(images, torch.randint(0, task.classes, (count,), generator=generator))
 
     classes = tuple(str(label) for label in range(task.classes))
@@ -42,9 +42,11 @@ def random_batches(task: Task, device: torch.device) -> ImageBatches:
     return ImageBatches(data, task.batch, shift=task.shift, flip=task.flip, device=device)
 
 
-def make_fleet(arguments: argparse.Namespace, n: int, batch: int, *, graphs: bool = True) -> HostFleet:
-    """A fleet of the benchmark's shape."""
-    task = replace(get_task("cifar_baseline"), batch=batch, budget=sys.maxsize)
+def make_fleet(
+    arguments: argparse.Namespace, n: int, batch: int, *, graphs: bool = True, task: Task | None = None
+) -> HostFleet:
+    """A fleet of the benchmark's shape, or of another task's."""
+    task = replace(task or get_task("cifar_baseline"), batch=batch, budget=sys.maxsize)
     device = torch.device(arguments.device)
     return HostFleet(
         task,
@@ -57,11 +59,11 @@ def make_fleet(arguments: argparse.Namespace, n: int, batch: int, *, graphs: boo
     )
 
 
-def hold_seeds(fleet: HostFleet, envs: int) -> None:
-    """A HOLDING seed in each of three slots of the first `envs` hosts, blueprints in turn."""
+def hold_seeds(fleet: HostFleet, envs: int, blueprints: Sequence[str] = BLUEPRINTS) -> None:
+    """A HOLDING seed in every slot of the first `envs` hosts, blueprints in turn."""
     for env in range(envs):
         for column, slot_id in enumerate(fleet.slots):
-            fleet.germinate(env, slot_id, BLUEPRINTS[(env + column) % len(BLUEPRINTS)], tempo=0)
+            fleet.germinate(env, slot_id, blueprints[(env + column) % len(blueprints)], tempo=0)
             fleet.advance(env, slot_id)
     note_gradients(fleet)
     for env in range(envs):

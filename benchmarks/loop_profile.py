@@ -22,15 +22,17 @@ from random_growth import random_edit
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from esper.tolaria import HostFleet, get_task
-from esper.tolaria.banks import Bank, StackedOptimizer
+from esper.tolaria import HostFleet, get_task, passes
+from esper.tolaria.banks import StackedOptimizer
 from esper.tolaria.governor import Governor
 from esper.tolaria.passes import StackedHost
 
+SHADOWS = "hosts, shadow rows"
 PARTS = {  # by part, what it consists of; inner parts count for themselves
     "draw": (HostFleet, "draw"),
-    "host": (StackedHost, "run"),
-    "banks": (Bank, "effect"),
+    "hosts": (StackedHost, "run"),
+    SHADOWS: (passes, "living_rows"),
+    "banks": (passes, "_act"),
     "optimiser": (StackedOptimizer, "step"),
     "governor": (Governor, "observe"),
 }
@@ -48,7 +50,12 @@ def labelled() -> Iterator[None]:
             with record_function(PART + part):
                 return original(*arguments, **options)
 
-        return call
+        @contextmanager
+        def block(*arguments: Any) -> Iterator[None]:
+            with record_function(PART + part), original(*arguments):
+                yield
+
+        return block if part == SHADOWS else call
 
     for part, (owner, name) in PARTS.items():
         setattr(owner, name, wrapped(part, originals[part]))

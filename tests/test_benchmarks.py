@@ -54,6 +54,7 @@ def test_help(
     ("name", "arguments"),
     [
         ("fleet_throughput", ["--device", "cpu", "--fp32", "--hosts", "4", "--batch", "8", "--minibatches", "1"]),
+        ("fleet_factors", ["--fp32", "--hosts", "4", "--batch", "8", "--minibatches", "1", "--only", "slots 1"]),
         ("fleet_vs_loop", ["--hosts", "4", "--repeats", "1"]),
         ("governor_alarms", ["--tasks", "digits_blind", "--hosts", "4", "--steps", "2"]),
         ("ppo_learning", ["--tasks", "factored", "--seeds", "2", "--episodes", "3", "--shorter", "50"]),
@@ -68,7 +69,7 @@ def test_help(
 )
 def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
     """At their smallest: one table, one JSON with its machine."""
-    repeats = ["--repeats", "1"] if name == "fleet_throughput" else []
+    repeats = ["--repeats", "1"] if name in ("fleet_throughput", "fleet_factors") else []
     printed = run_script(f"{name}.py", tmp_path, *arguments, *repeats, "--out", str(tmp_path / "out"))
     (path,) = (tmp_path / "out").iterdir()
     assert path.stem.startswith(name)

@@ -1,5 +1,7 @@
 """Kernels of seeds are compiled before the seeds grow."""
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +20,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     knobs = pytest.importorskip("triton.knobs")
     names: list[str] = []
 
-    def note(*, fn: Any, **_: object) -> None:
+    def remember(*, fn: Any, **_: object) -> None:
         names.append(fn.name.rsplit(".", 1)[-1])
 
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", remember)
     return names
 
 
@@ -30,8 +32,8 @@ def test_afterwards_seeds_need_no_other_kernel(compiled: list[str]) -> None:
     """Training with shadow rows, validation and probe."""
     from esper.tolaria.measurement import Prober
 
-    task = task_of("cnn", SGD)
-    fleet = make_fleet(task, device=torch.device("cuda"), grown=False)
+    task = replace(task_of("cnn", SGD), budget=sys.maxsize)
+    fleet = make_fleet(task, 12, device=torch.device("cuda"), grown=False)
     fleet.graphs = None
     compile_kernels(fleet)
     assert any(name.startswith(SEEDS) for name in compiled)

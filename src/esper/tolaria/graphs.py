@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
 MAX_GRAPHS = 48
-# Eager minibatches of a structure before it gets a graph: a capture does not pay for short-lived structures.
-CAPTURE_AFTER = 8
+# Eager minibatches of a structure before it gets a graph. A capture costs as much as two or three of them (H200).
+CAPTURE_AFTER = 2
 MAX_STRUCTURES = 4096  # whose minibatches are counted: the latest ones, so that a long run does not grow
 
 Structure = tuple[object, ...]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
+from esper.kasmina.kernels.launching import kernel
 from esper.kasmina.kernels.rows import TILE, tile
 from esper.kasmina.row_layout import BACK, STORED
 from esper.leyline import BLEND_STYLES
@@ -41,7 +42,7 @@ def _entries_of(  # type: ignore[no-untyped-def]
     return entry * channels + channel, inside, kind, factor, opened, acts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _forward_kernel(  # type: ignore[no-untyped-def]
     h, delta, gate, style, strength, valid, out,
     batch, pixels, entries, channels, chunk,
@@ -67,7 +68,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + index, effect, mask=seen)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _backward_kernel(  # type: ignore[no-untyped-def]
     h, delta, gate, style, strength, valid, gradient, to_h, to_delta, to_gate,
     batch, pixels, entries, channels,

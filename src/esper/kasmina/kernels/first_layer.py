@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from esper.kasmina.kernels.launching import kernel
+
 PIXELS = 128  # of a tile
 STEPS = 8  # tiles per program, which loads its weights once
 PROGRAMS = 2048  # that fill the device, for the gradient of weights
@@ -60,7 +62,7 @@ def _weights_at(target, CHANNELS: tl.constexpr, SIDE: tl.constexpr, TAPS: tl.con
     return target[None, :] * (CHANNELS * SIDE * SIDE) + inner[:, None], (k < CHANNELS * SIDE * SIDE)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _convolve_kernel(  # type: ignore[no-untyped-def]
     x, weight, tiles, y, pixels, height, width, row_stride, all_columns,
     CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, SIDE: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
@@ -81,7 +83,7 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + place, product, mask=seen[:, None] & exists[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _weight_kernel(  # type: ignore[no-untyped-def]
     x, gradient, tiles, sums, pixels, per, height, width, row_stride, all_columns,
     CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, SIDE: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from esper.kasmina.kernels.launching import kernel
 
-@triton.jit  # type: ignore[untyped-decorator]
+
+@kernel
 def _resize_kernel(  # type: ignore[no-untyped-def]
     x, y, marks, elements, rows, before: tl.constexpr, after: tl.constexpr, marked: tl.constexpr,
     BLOCK: tl.constexpr,  # noqa: N803
@@ -64,7 +66,7 @@ def resize_channels(x: Tensor, channels: int, marks: Tensor | None = None) -> Te
     return _ResizeChannels.apply(x, channels, marks)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _mix_kernel(  # type: ignore[no-untyped-def]
     x, weight, y, pixels, rows, inputs: tl.constexpr, outputs: tl.constexpr, stride_out, stride_in,
     PIXELS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803
@@ -84,7 +86,7 @@ def _mix_kernel(  # type: ignore[no-untyped-def]
     tl.store(y + base * outputs + o[None, :], mixed, mask=(pixel < pixels)[:, None] & (o < outputs)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _mix_weight_kernel(  # type: ignore[no-untyped-def]
     x, g, partial, pixels, rows, steps, inputs: tl.constexpr, outputs: tl.constexpr,
     PIXELS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from esper.kasmina.kernels.launching import kernel
 from esper.kasmina.row_hints import living
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)  # a NaN stays one, so that losses show it
@@ -36,7 +37,7 @@ def _limit(count, inside):  # type: ignore[no-untyped-def]
     return tl.where(tl.max(inside.to(tl.int32), 0) > 0, count, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _sums_kernel(  # type: ignore[no-untyped-def]
     x, sums, squares, living, pixels,
     columns, CHANNELS: tl.constexpr, PER: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -68,7 +69,7 @@ def _over_parts(sums, parts, column, columns, PARTS: tl.constexpr, BLOCK: tl.con
     return tl.sum(total, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _moments_kernel(  # type: ignore[no-untyped-def]
     sums, squares, weight, bias, found, parts, pixels, columns, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
@@ -117,7 +118,7 @@ def _windows(x, start, width, columns, seen):  # type: ignore[no-untyped-def]
     return x0, x1, x2, x3
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x, slope, offset, y, living, pixels, height, width,
     columns, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -151,7 +152,7 @@ def _winner(x0, x1, x2, x3, a, b):  # type: ignore[no-untyped-def]
     return tl.where(best <= 0.0, -1, which)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     x, g, slope, offset, sums, products, living, pixels, height, width,
     columns, CHANNELS: tl.constexpr, PER: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -178,7 +179,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     tl.store(products + part * columns + column, tl.sum(product, 0), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _slopes_kernel(  # type: ignore[no-untyped-def]
     sums, products, found, gradients, parts, pixels, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
@@ -198,7 +199,7 @@ def _slopes_kernel(  # type: ignore[no-untyped-def]
     tl.store(gradients + 3 * columns + column, tilt, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _backward_kernel(  # type: ignore[no-untyped-def]
     x, g, slope, offset, shift, tilt, dx, living, pixels, height, width,
     columns, CHANNELS: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803

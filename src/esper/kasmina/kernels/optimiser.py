@@ -10,9 +10,10 @@ One program per member reads its gradient twice: for the norm, then for the step
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from esper.kasmina.kernels.launching import kernel
 
 BLOCK = 4096
 
@@ -26,7 +27,7 @@ class Sgd(NamedTuple):
     weight_decay: float
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
+@kernel
 def _sgd_kernel(  # type: ignore[no-untyped-def]
     gradient, matrix, velocity, steps, rates, takes_part, newborn, warm, used, norms, ratios,
     parameters, clip, eps, momentum, decay,

@@ -7,7 +7,6 @@ import torch
 import triton
 from torch import Tensor
 
-from esper.kasmina.kernels.launching import launch
 from esper.kasmina.kernels.seed_gradients import kernel_gradient, stage_backward, sum_splits
 from esper.kasmina.kernels.seeds import stage_forward
 from esper.kasmina.kernels.squeeze import squeeze_backward, squeeze_forward
@@ -139,8 +138,7 @@ def _run(
     left = matrix if sums is None else sums
     chosen = (entries.rows, entries.members, entries.strength, entries.style, entries.valid)
     if isinstance(program, Squeeze):
-        launch(
-            squeeze_forward, grid,
+        squeeze_forward[grid](
             *streams.pair, *target.pair, left, matrix, *chosen, main_rows, shadow_rows, batch, tiling.per,
             height * width, parameters, program.squeeze, program.excite, program.scale,
             **_squeeze_names(program, tiling), MULTIPLIES=entries.multiplies, PROBES=probes, **OPTIONS,
@@ -155,8 +153,7 @@ def _run(
         saves = keeps and (stage.groups > 0 or last)
         y = streams.main.new_empty(shape) if saves else z
         statistics = matrix.new_empty(len(entries.rows), batch, 2, stage.outputs) if saves and stage.groups else matrix
-        launch(
-            stage_forward, grid,
+        stage_forward[grid](
             *streams.pair, *target.pair, source, y, z, statistics, left, matrix, *chosen,
             main_rows, shadow_rows, batch, tiling.per, height, width, parameters,
             stage.weight, stage.gamma, stage.beta, program.scale, stage.eps,
@@ -190,8 +187,7 @@ def take_back(
     sums = matrix.new_empty(count, tiling.splits, matrix.shape[1])
     chosen = (entries.rows, entries.members, entries.strength, entries.style, entries.valid)
     if isinstance(program, Squeeze):
-        launch(
-            squeeze_backward, grid,
+        squeeze_backward[grid](
             *streams.pair, *incoming.pair, *target.pair, matrix, sums, *chosen,
             main_rows, shadow_rows, batch, tiling.per, height * width,
             matrix.shape[1], program.squeeze, program.excite, program.scale,
@@ -200,11 +196,9 @@ def take_back(
     else:
         _chain_back(program, kept, streams, incoming, target, entries, matrix, sums, tiling)
     columns = _last_column(program)
-    grid = (triton.cdiv(columns, COLUMNS), count)
-    launch(
-        sum_splits, grid, sums, gradient, entries.members, entries.learns, tiling.splits, matrix.shape[1], columns,
-        COLUMNS,
-    )  # fmt: skip
+    sum_splits[triton.cdiv(columns, COLUMNS), count](
+        sums, gradient, entries.members, entries.learns, tiling.splits, matrix.shape[1], columns, COLUMNS
+    )
 
 
 def _chain_back(
@@ -225,8 +219,7 @@ def _chain_back(
     sizes = (main_rows, shadow_rows, batch, tiling.per, height, width, matrix.shape[1])
 
     def backward(stage: Stage, saved: Kept, following: Tensor, after: Stage | None, out: Tensor, **last: bool) -> None:
-        launch(
-            stage_backward, (tiling.splits, len(entries.rows)),
+        stage_backward[tiling.splits, len(entries.rows)](
             *streams.pair, *incoming.pair, *target.pair, following, saved.y, saved.statistics, matrix, out, sums,
             *chosen, *sizes, after.weight if after else 0, stage.gamma, stage.beta, program.scale,
             OUTPUTS=stage.outputs, NEXT=after.outputs if after else 1, NEXT_SIDE=after.side if after else 1,
@@ -245,8 +238,7 @@ def _chain_back(
         if to_stream:
             return
         source = kept[number - 1].z if number else streams.main
-        launch(
-            kernel_gradient, (tiling.splits, len(entries.rows), stage.side**2),
+        kernel_gradient[tiling.splits, len(entries.rows), stage.side**2](
             *streams.pair, source, out, sums, entries.rows, entries.learns, *sizes, stage.weight,
             INPUTS=stage.inputs, OUTPUTS=stage.outputs, SIDE=stage.side, DEPTHWISE=stage.depthwise, FIRST=number == 0,
             **tiling.names, IN=_across(stage.inputs), OUT=_across(stage.outputs), **OPTIONS,

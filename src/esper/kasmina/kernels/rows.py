@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from esper.kasmina.kernels.host_blocks import resize_channels
+from esper.kasmina.kernels.launching import kernel
 
 TILE = 2048  # numbers per program and loop step
 COLUMNS = 128  # of such a tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
+@kernel
 def _take_kernel(  # type: ignore[no-untyped-def]
     x, rows, out, pixels, before, entries, channels, PIXELS: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
@@ -52,7 +53,7 @@ def take_stored(x: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _scale_kernel(  # type: ignore[no-untyped-def]
     x, weight, gradient, out, sums, pixels, columns,
     backward: tl.constexpr, PER: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -133,7 +134,7 @@ def _per_group(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no
     return tl.sum(tl.reshape(x, (GROUPS, WIDTH)), 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, out, means, scales, pixels, columns, groups, eps,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
@@ -167,7 +168,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + index, factor[None, :] * value + offset[None, :], mask=seen)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     x, weight, means, scales, gradient, out, to_weight, to_bias, pixels, columns, groups,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
@@ -300,7 +301,7 @@ def same_conv(x: Tensor, weight: Tensor, marks: Tensor) -> Tensor:
     return _SameConv.apply(x, weight, marks)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _draw_kernel(  # type: ignore[no-untyped-def]
     images, chosen, down, right, flip, group, scale, offset, out,
     batch, height, width, shift, channels: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803

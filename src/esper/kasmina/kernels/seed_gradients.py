@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from esper.kasmina.kernels.launching import COUNTS, SCALARS
+from esper.kasmina.kernels.launching import kernel
 from esper.kasmina.kernels.tiles import (
     MULTIPLY,
     convolve,
@@ -95,7 +95,7 @@ def _through_norm(  # type: ignore[no-untyped-def]
     return result
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCALARS)  # type: ignore[untyped-decorator]
+@kernel
 def stage_backward(  # type: ignore[no-untyped-def]
     main, shadow, from_main, from_shadow, to_main, to_shadow, following, kept, stats, matrix, out, sums,
     rows, members, strength, style, valid,
@@ -189,7 +189,7 @@ def stage_backward(  # type: ignore[no-untyped-def]
         tl.store(share + scale + channel, to_scale, mask=channel < OUTPUTS)
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCALARS)  # type: ignore[untyped-decorator]
+@kernel
 def kernel_gradient(  # type: ignore[no-untyped-def]
     main, shadow, source, following, sums, rows, learns,
     main_rows, shadow_rows, batch, per, height, width, parameters, weight,
@@ -232,7 +232,7 @@ def kernel_gradient(  # type: ignore[no-untyped-def]
         tl.store(share + index * (SIDE * SIDE), total, mask=mask)
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCALARS)  # type: ignore[untyped-decorator]
+@kernel
 def sum_splits(sums, gradient, members, learns, splits, parameters, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The gradient (members, parameters) of those that learn: the sum over the programs of their entry."""
     entry = tl.program_id(1)

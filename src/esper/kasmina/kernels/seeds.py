@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from esper.kasmina.kernels.launching import COUNTS, SCALARS
+from esper.kasmina.kernels.launching import kernel
 from esper.kasmina.kernels.tiles import (
     MULTIPLY,
     convolve,
@@ -102,7 +102,7 @@ def _blended(x, delta, factor, kind, MULTIPLIES: tl.constexpr):  # type: ignore[
     return x + factor * delta
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCALARS)  # type: ignore[untyped-decorator]
+@kernel
 def stage_forward(  # type: ignore[no-untyped-def]
     main, shadow, to_main, to_shadow, source, kept, out, stats, sums, matrix,
     rows, members, strength, style, valid,

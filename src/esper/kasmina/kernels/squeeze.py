@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from esper.kasmina.kernels.launching import COUNTS, SCALARS
+from esper.kasmina.kernels.launching import kernel
 from esper.kasmina.kernels.tiles import (
     MULTIPLY,
     load_cells,
@@ -60,7 +60,7 @@ def _matrices(  # type: ignore[no-untyped-def]
     return first, second, to_first, to_second, in_first, in_second
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCALARS)  # type: ignore[untyped-decorator]
+@kernel
 def squeeze_forward(  # type: ignore[no-untyped-def]
     main, shadow, to_main, to_shadow, sums, matrix, rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, pixels, parameters, squeeze, excite, scale,
@@ -106,7 +106,7 @@ def squeeze_forward(  # type: ignore[no-untyped-def]
         tl.store(sums + split + channel, worth, mask=channel < CHANNELS)
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCALARS)  # type: ignore[untyped-decorator]
+@kernel
 def squeeze_backward(  # type: ignore[no-untyped-def]
     main, shadow, from_main, from_shadow, to_main, to_shadow, matrix, sums, rows, members, strength, style, valid,
     main_rows, shadow_rows, batch, per, pixels, parameters, squeeze, excite, scale,
