@@ -81,6 +81,8 @@ def different(make: Maker, rows: int, dtype: torch.dtype) -> list[nn.Module]:
         for index, (name, buffer) in enumerate(module.named_buffers()):
             draw = noise(buffer.shape, dtype, 1000 * row + index)
             buffer.copy_((draw > 0).to(dtype) if name.endswith("mask") else draw.abs() + 0.5)
+            if name.endswith("mask"):
+                buffer[0] = 1  # something is left to see
         modules.append(module)
     return modules
 

@@ -15,7 +15,16 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from esper.kasmina.export import ExportError, Growth, bare_copy, blocks_source, execute, network_source
+from esper.kasmina.export import (
+    ExportError,
+    Growth,
+    bare_copy,
+    blocks_source,
+    carve,
+    execute,
+    is_limited,
+    network_source,
+)
 from esper.kasmina.layers import Statistics, count_parameters
 from esper.kasmina.slot import Body, Role, SeedSlot, SegmentedBody
 from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage, StageError
@@ -59,7 +68,7 @@ def harden(
         (new / source).write_text(text, encoding="utf-8")
         contents: dict[str, Any] = {  # Any: JSON values
             "host": type(body.host).__name__,
-            "host_parameters": count_parameters(body.host),
+            "host_parameters": count_parameters(network) - sum(growth.parameters for growth in growths),
             "grown": [
                 {
                     "slot": growth.slot_id,
@@ -154,13 +163,17 @@ def _statistics_without(body: Body, drop: Sequence[str], calibration: Tensor | N
 
 
 def _from_segments(body: SegmentedBody, growths: Sequence[Growth], statistics: Statistics) -> tuple[str, nn.Module]:
-    text, sources = network_source(body.host, growths)
+    host = body.host
+    if is_limited(host):
+        own = {name.removeprefix("host."): value for name, value in statistics.items()}
+        host, statistics = carve(host, own, [growth.slot_id for growth in growths]), {}
+    text, sources = network_source(host, growths)
     module = execute(text, NETWORK)
     with torch.device("meta"):
         network: nn.Module = module.Network()
     _copy_weights(body, network, sources, statistics)
     count = count_parameters(network)
-    expected = count_parameters(body.host) + sum(growth.parameters for growth in growths)
+    expected = count_parameters(host) + sum(growth.parameters for growth in growths)
     if count != expected:
         remedy = "layers that share weights cannot be exported; give each its own"
         raise ExportError(f"the hardened network has {count} parameters instead of {expected}: {remedy}")

@@ -1,7 +1,7 @@
 """Hosts: ordered lists of segments with slots between them. A CNN and a GPT are built in."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import torch
@@ -96,6 +96,10 @@ class Host(nn.Module):
         """Constructor arguments of a host that a checkpoint can rebuild; None for others."""
         return None if self._config is None else dict(self._config)
 
+    def live_parameters(self, grown: Collection[str] = ()) -> int:
+        """Parameters that take part if there are seeds in the slots of `grown`: all of them."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def slot_index(self, slot_id: str) -> int:
         """Index of the segment in front of the slot."""
         ids = [slot.slot_id for slot in self.slots]
@@ -126,7 +130,7 @@ class ConvSegment(Segment):
     def __init__(self, inputs: int, outputs: int, kernel_size: int, masked: bool) -> None:
         super().__init__()
         self.conv = Conv2d(inputs, outputs, kernel_size, masked=masked)
-        self.norm = BatchNorm2d(outputs)
+        self.norm = BatchNorm2d(outputs, masked=masked)
 
     def forward(self, h: Tensor, train: bool) -> tuple[Tensor, Statistics]:
         h, statistics = self.norm(self.conv(h), train)
@@ -166,8 +170,8 @@ class ClassifierSegment(Segment):
 class CNNHost(Host):
     """A block per entry of `channels`; the first `pools` blocks end in a pool.
 
-    Slots: `r0c<k>` before the pool of block k, `r1c<k>` after it. With `masked`, kernel taps can be masked per host
-    (see `blind`).
+    Slots: `r0c<k>` before the pool of block k, `r1c<k>` after it. With `masked`, kernel taps and channels can be masked
+    per host (see `limit`).
     """
 
     def __init__(
@@ -206,14 +210,48 @@ class CNNHost(Host):
         sizes = {"kernel_size": kernel_size, "pools": pools, "classes": classes, "in_channels": in_channels}
         self._config = {"channels": list(channels), **sizes, "resolution": resolution, "masked": masked}
 
+    def limit(self, block: int, *, centre_only: bool = False, channels: int | None = None) -> None:
+        """Let a block compute what one with a 1×1 kernel, or with its first channels alone, would. Needs `masked`."""
+        segment = self._blocks()[block]
+        taps, live = segment.conv.mask, segment.norm.mask
+        if taps is None or live is None:
+            raise BadValueError("only blocks of a host built with masked=True can be limited")
+        if channels is not None and not 1 <= channels <= len(live):
+            raise BadValueError(f"channels {channels} must be between 1 and the block's width, {len(live)}")
+        if centre_only:
+            centre = segment.conv.kernel_size // 2
+            taps.zero_()[centre, centre] = 1
+        if channels is not None:
+            live[channels:] = 0
+
     def blind(self) -> None:
-        """Mask all kernel taps except the centre, so that the host cannot see shapes. Needs `masked`."""
-        for segment in self.segments:
-            if isinstance(segment, ConvSegment):
-                mask, centre = segment.conv.mask, segment.conv.kernel_size // 2
-                if mask is None:
-                    raise BadValueError("only a host built with masked=True can be blinded")
-                mask.zero_()[centre, centre] = 1
+        """Leave all blocks the centre of their kernels alone, so that the host cannot see shapes. Needs `masked`."""
+        for block in range(len(self._blocks())):
+            self.limit(block, centre_only=True)
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each block."""
+        return [segment.norm.width for segment in self._blocks()]
+
+    def live_parameters(self, grown: Collection[str] = ()) -> int:
+        """Parameters without those of masked taps and channels.
+
+        A seed writes into masked channels, too: with one in a slot of `grown`, what reads them behind it counts.
+        """
+        total, inputs = 0, self._blocks()[0].conv.inputs
+        for block, segment in enumerate(self._blocks()):
+            taps, live = segment.conv.mask, segment.norm.mask
+            width = segment.norm.width if live is None else int(live.sum())
+            total += width * (inputs * (segment.conv.kernel_size**2 if taps is None else int(taps.sum())) + 2)
+            revived = any(slot_id(row, block) in grown for row in range(2))
+            inputs = segment.norm.width if revived else width
+        classifier = self.segments[-1]
+        assert isinstance(classifier, ClassifierSegment)
+        return total + classifier.linear.outputs * (inputs + 1)
+
+    def _blocks(self) -> list[ConvSegment]:
+        return [segment for segment in self.segments if isinstance(segment, ConvSegment)]
 
 
 class TransformerLayer(nn.Module):

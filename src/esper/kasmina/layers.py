@@ -259,10 +259,25 @@ class BatchNorm2d(_AffineNorm):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, *, eps: float = 1e-5, masked: bool = False) -> None:
         super().__init__(width, eps=eps)
         self.register_buffer("running_mean", torch.zeros(width))
         self.register_buffer("running_var", torch.ones(width))
+        self.mask: Tensor | None
+        # A mask over channels lets hosts of one fleet differ in their width: what is masked is zero.
+        self.register_buffer("mask", torch.ones(width) if masked else None)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        super().reset(generator)
+        if self.mask is not None:
+            self.mask.fill_(1)
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias, zero where a channel is masked."""
+        if self.mask is None:
+            return self.weight, self.bias
+        return self.weight * self.mask, self.bias * self.mask
 
     def forward(self, x: Tensor, train: bool) -> tuple[Tensor, Statistics]:
         rows = self.weight.dim() == 2
@@ -278,9 +293,8 @@ class BatchNorm2d(_AffineNorm):
             mean, var = (torch.ones(like.shape, dtype=like.dtype, device=like.device) for _ in range(2))
         else:
             mean, var = self.running_mean, self.running_var
-        y = F.batch_norm(
-            folded, mean.flatten(), var.flatten(), self.weight.flatten(), self.bias.flatten(), train, 1.0, self.eps
-        )
+        weight, bias = (values.flatten() for values in self.affine())
+        y = F.batch_norm(folded, mean.flatten(), var.flatten(), weight, bias, train, 1.0, self.eps)
         if rows:
             y = unfold_rows(y, x.shape[0])
         return y, {"running_mean": mean, "running_var": var} if train else {}
@@ -296,17 +310,17 @@ class BatchNorm2d(_AffineNorm):
             return self._small(x, train, pooled=True)
         from esper.kasmina.kernels.norm_pool import norm_relu_pool, scale_relu_pool  # needs triton
 
-        shape = self.running_mean.shape
+        shape, (weight, bias) = self.running_mean.shape, self.affine()
         if not train:
-            slope = self.weight * (self.running_var + self.eps).rsqrt()
-            offset = self.bias - self.running_mean * slope
+            slope = weight * (self.running_var + self.eps).rsqrt()
+            offset = bias - self.running_mean * slope
             return unfold_rows(scale_relu_pool(fold_rows(x), slope.flatten(), offset.flatten()), len(x)), {}
-        y, mean, var = norm_relu_pool(fold_rows(x), self.weight.flatten(), self.bias.flatten(), self.eps, len(x))
+        y, mean, var = norm_relu_pool(fold_rows(x), weight.flatten(), bias.flatten(), self.eps, len(x))
         return unfold_rows(y, len(x)), {"running_mean": mean.view(shape), "running_var": var.view(shape)}
 
     def _small(self, x: Tensor, train: bool, *, pooled: bool = False) -> tuple[Tensor, Statistics]:
         shape, stored = self.weight.shape, store_small(x).to(self.weight.dtype)
-        weight, bias = (values.view(len(x), -1) for values in (self.weight, self.bias))
+        weight, bias = (values.view(len(x), -1) for values in self.affine())
         if not train:
             slope = weight * (self.running_var.view_as(weight) + self.eps).rsqrt()
             offset = bias - self.running_mean.view_as(weight) * slope

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,8 +17,8 @@ from esper.leyline import BadValueError, SlotConfig, derive_seed
 from esper.leyline.numbers import require_known
 from esper.tolaria.batches import Batches, ImageBatches, TextBatches
 from esper.tolaria.data import ImageData, TextData, load
+from esper.tolaria.host_kinds import INTACT, check_kind, make_kind, parse_design
 
-Defect = Literal["none", "blind", "blind_first_slot_cut"]
 OptimiserKind = Literal["sgd", "adamw"]
 Score = Literal["accuracy", "loss"]
 
@@ -61,7 +61,7 @@ class Task:
     shift: int = 0  # augmentation: pixels by which training images may move
     flip: bool = False
     calibration_size: int = 512
-    defects: tuple[Defect, ...] = ("none",)  # possible ones; each host draws its own
+    defects: tuple[str, ...] = (INTACT,)  # possible kinds of hosts (`host_kinds`); each host draws its own
     budget: int | None = None  # parameters that may be grown; None: four times the host
     score: Score = "accuracy"  # what counts as a gain: points of accuracy, or percent of the control's loss
 
@@ -72,7 +72,7 @@ class Task:
         if not self.slot_ids or not self.defects:
             raise BadValueError(f"task {self.name!r} needs at least one slot and one kind of host ('none')")
         for defect in self.defects:
-            require_known("defect", defect, get_args(Defect))
+            check_kind(defect)
         require_known("score", self.score, get_args(Score))
 
     @property
@@ -101,13 +101,17 @@ class Task:
         return 4 * self.host_parameters if self.budget is None else self.budget
 
     @cached_property
+    def _sizes(self) -> dict[tuple[str, frozenset[str]], int]:
+        return {}
+
+    @cached_property
     def slot_config(self) -> SlotConfig:
         """The task's slots with the blueprints that fit each of them."""
         host = self.build_host()
         specs = [host.slots[host.slot_index(slot_id)] for slot_id in self.slot_ids]
         return SlotConfig(tuple(replace(spec, blueprints=BlueprintRegistry.offers(spec)) for spec in specs))
 
-    def defect_of(self, seed: int) -> Defect:
+    def defect_of(self, seed: int) -> str:
         """The defect of a seed's host."""
         return self.defects[derive_seed(seed, "defect") % len(self.defects)]
 
@@ -118,16 +122,20 @@ class Task:
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = self.build_host()
         reset_parameters(host, derive_seed(seed, "host"))
-        defect = self.defect_of(seed)
-        if defect == "none":
-            return host
-        if not isinstance(host, CNNHost):
-            raise BadValueError(f"defect {defect!r} is for CNN hosts, not for {type(host).__name__}")
-        host.blind()
-        if defect == "blind_first_slot_cut":
-            # What grows in the first slot (and before its pool) does not reach the rest of the network.
-            host.conductance[: host.slot_index(self.slot_ids[0]) + 1] = 0
+        make_kind(host, self.defect_of(seed), self.slot_ids[0])
         return host
+
+    def size_of(self, seed: int, grown: Collection[str] = ()) -> int:
+        """Parameters of a seed's host that count, with seeds in the slots of `grown`. Of a badly sized design only those
+        that take part; of all other hosts every one."""
+        kind = self.defect_of(seed)
+        if parse_design(kind) is None:
+            return self.host_parameters
+        if (key := (kind, frozenset(grown))) not in self._sizes:
+            host = self.build_host()
+            make_kind(host, kind, self.slot_ids[0])
+            self._sizes[key] = host.live_parameters(grown)
+        return self._sizes[key]
 
     def make_model(self, host: Host, seed: int, isolation: Isolation, config: LifecycleConfig) -> MorphogeneticModel:
         """A model that grows this host; its seeds are a pure function of `seed`."""
