@@ -126,7 +126,7 @@ class Task:
         return host
 
     def size_of(self, seed: int, grown: Collection[str] = ()) -> int:
-        """Parameters of a seed's host that count, with seeds in the slots of `grown`. Of a badly sized design only those
+        """Parameters of a seed's host, with seeds in the slots of `grown`. Of a badly sized design only those count
         that take part; of all other hosts every one."""
         kind = self.defect_of(seed)
         if parse_design(kind) is None:
