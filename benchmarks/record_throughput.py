@@ -80,6 +80,7 @@ def random_episodes(header: RecordHeader, count: int, generator: torch.Generator
         control_accuracy=numbers(steps),
         acting_parameters=numbers(steps),
         fossil_parameters=numbers(steps),
+        host_parameters=1 + numbers(),
         final_gain=numbers(),
         epsilon=numbers(),
         policy=torch.zeros(count, dtype=torch.long),

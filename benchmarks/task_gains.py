@@ -24,7 +24,7 @@ from one_seed import Plan, grow, unlimited
 
 from esper.leyline import gain_over, relative_gain
 from esper.tolaria import Task, TaskRegistry, get_task
-from esper.tolaria.tasks import GAINS_FILE
+from esper.tolaria.gains import GAINS_FILE
 
 GERMINATE_SHARE = 5
 

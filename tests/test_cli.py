@@ -11,8 +11,7 @@ from simic.training.tiny import NAME, tiny_task
 from esper.cli import main
 from esper.cli.tasks import TasksCommand
 from esper.simic.training.trainer import Trainer
-from esper.tolaria import TaskRegistry, get_task
-from esper.tolaria import tasks as gains
+from esper.tolaria import TaskRegistry, gains, get_task
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,8 @@ from esper.leyline import BadValueError, SeedStage, head_preset
 from esper.simic.evaluation.arena import Arena
 from esper.simic.training.hosts import host_seed
 from esper.simic.training.trainer import Trainer
-from esper.tolaria import HostFleet, Task, get_task
-from esper.tolaria import tasks as gains
-from esper.tolaria.tasks import GAINS_FILE, published_gains
+from esper.tolaria import HostFleet, Task, gains, get_task
+from esper.tolaria.gains import GAINS_FILE, published_gains
 
 pytestmark = pytest.mark.slow
 

@@ -175,7 +175,7 @@ def test_weights_of_a_selection() -> None:
     for rho in (0.0, 50.0):
         chosen = select_transitions([Path("records")], reward=RewardConfig(rho=rho), weighting="objective", beta=0.5)
         whole = Records.open("records").episodes()
-        objectives = whole.objective(chosen.header, rho)
+        objectives = whole.objective(rho)
         for host in whole.host_seed.unique():
             rows = (whole.host_seed == host).nonzero().squeeze(1)
             first, second = chosen.data.weights[rows, 0].tolist()

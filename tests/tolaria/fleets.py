@@ -37,9 +37,10 @@ CNN_TASK = replace(
     batches_per_step=4,
     batch=16,
     calibration_size=64,
+    defects=(*get_task("digits_varied").defects, "3n-1w-3n"),
     budget=5_000,
 )
-"""Images of noise for hosts that see shapes, that do not, and whose first slot is cut."""
+"""Images of noise for hosts that see shapes, that do not, whose first slot is cut, and that are badly sized."""
 
 GPT_TASK = replace(
     get_task("shakespeare_char"),

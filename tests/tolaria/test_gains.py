@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from esper.kasmina import BlueprintRegistry
-from esper.tolaria import TaskRegistry, get_task
-from esper.tolaria import tasks as gains
-from esper.tolaria.tasks import GAINS_FILE, Gain, HostGains, published_gains
+from esper.tolaria import TaskRegistry, gains, get_task
+from esper.tolaria.gains import GAINS_FILE, Gain, HostGains, published_gains
 
 PUBLISHED = list(json.loads(GAINS_FILE.read_text())) if GAINS_FILE.exists() else []
 

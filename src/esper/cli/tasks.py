@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.data import is_present
-from esper.tolaria.tasks import HostGains, published_gains
+from esper.tolaria.gains import HostGains, published_gains
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class GrowingModel:
         self.grown_parameters, self.reports = lives.grown_parameters, lives.reports
         self.adopt_states()
 
+    def host_size(self, env: int) -> int:
+        """Parameters of the model without seeds."""
+        return self.host_parameters
+
     @property
     def device(self) -> torch.device:
         """Where the model is now."""

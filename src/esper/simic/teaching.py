@@ -142,7 +142,7 @@ def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:
         hosts, plans = episodes.host_seed.unique(return_inverse=True)[1], episodes.policy.long()
         apart = (values * len(config.tasks) + number for values in (hosts, plans))  # no two tasks share a number
         task = torch.full_like(hosts, number)
-        numbers.append((episodes.objective(header, config.reward.rho), *apart, task))
+        numbers.append((episodes.objective(config.reward.rho), *apart, task))
     return Lessons(join(parts), *map(torch.cat, zip(*numbers, strict=True)))
 
 

@@ -136,10 +136,9 @@ class HostFleet:
         """The slots of every host, with the blueprints that they offer."""
         return self.task.slot_config
 
-    @property
-    def host_parameters(self) -> int:
-        """Parameters of one host without seeds."""
-        return self.task.host_parameters
+    def host_size(self, env: int) -> int:
+        """Parameters of an env's host without seeds, as the task counts them."""
+        return self.task.size_of(self.seeds[env])
 
     @property
     def random_guess_loss(self) -> float:

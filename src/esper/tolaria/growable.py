@@ -71,9 +71,8 @@ class Growable(Protocol):
     def budget(self) -> int:
         """Parameters that the seeds of one env may have."""
 
-    @property
-    def host_parameters(self) -> int:
-        """Parameters of one host without seeds."""
+    def host_size(self, env: int) -> int:
+        """Parameters of an env's host without seeds."""
 
     @property
     def random_guess_loss(self) -> float:

@@ -1,12 +1,11 @@
 """Tasks: data set, host, slots, budget, optimiser and the length of an episode. Listed by `esper tasks`."""
 
-import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -126,9 +125,11 @@ class Task:
         return host
 
     def size_of(self, seed: int, grown: Collection[str] = ()) -> int:
-        """Parameters of a seed's host, with seeds in the slots of `grown`. Of a badly sized design only those count
-        that take part; of all other hosts every one."""
-        kind = self.defect_of(seed)
+        """Parameters of a seed's host, with seeds in the slots of `grown`."""
+        return self.size_of_kind(self.defect_of(seed), grown)
+
+    def size_of_kind(self, kind: str, grown: Collection[str] = ()) -> int:
+        """The same of a kind of host. Of a badly sized design only parameters that take part count."""
         if parse_design(kind) is None:
             return self.host_parameters
         if (key := (kind, frozenset(grown))) not in self._sizes:
@@ -273,41 +274,3 @@ for _task in (
     ),
 ):
     TaskRegistry.register(_task)
-
-
-GAINS_FILE = Path(__file__).parent / "task_gains.json"
-GAIN_KEYS = ("slot", "blueprint", "parameters", "gain", "deviation")
-
-
-class Gain(NamedTuple):
-    """One seed in one slot: points over the host alone, mean and standard deviation over repeats."""
-
-    slot_id: str
-    blueprint: str
-    parameters: int
-    points: float
-    deviation: float
-
-
-class HostGains(NamedTuple):
-    """The gains of all seeds on hosts of one defect."""
-
-    defect: str
-    host_accuracy: float
-    repeats: int
-    gains: tuple[Gain, ...]
-
-    def best(self, slot_id: str) -> Gain:
-        """The blueprint that added most in a slot."""
-        return max((gain for gain in self.gains if gain.slot_id == slot_id), key=lambda gain: gain.points)
-
-
-@cache
-def published_gains(task: str) -> tuple[HostGains, ...]:
-    """The measured gains of a task, one entry per defect; empty if it was not measured."""
-    tasks = json.loads(GAINS_FILE.read_text()) if GAINS_FILE.exists() else {}
-    by_defect = []
-    for defect, figures in tasks.get(task, {"hosts": {}})["hosts"].items():
-        gains = tuple(Gain(*(cell[key] for key in GAIN_KEYS)) for cell in figures["cells"])
-        by_defect.append(HostGains(defect, figures["host_accuracy"], figures["repeats"], gains))
-    return tuple(by_defect)

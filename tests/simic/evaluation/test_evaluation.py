@@ -147,7 +147,7 @@ def test_the_oracle_is_what_others_are_a_share_of(monkeypatch: pytest.MonkeyPatc
     def oracle(arena: object, seeds: list[int]) -> tuple[Result, list[Plan]]:
         asked.append(list(seeds))
         fossils = [[Fossil("r1c0", "depthwise")], []]
-        return Result.scored(get_task(NAME), [44.0, 40.0], [40.0, 40.0], [390, 0], fossils), [Plan(), Plan()]
+        return Result.scored(get_task(NAME), seeds, [44.0, 40.0], [40.0, 40.0], [390, 0], fossils), [Plan(), Plan()]
 
     monkeypatch.setattr(workers, "run_oracle", oracle)
     found = compare(["random-commit", "oracle"]).tasks[NAME]

@@ -12,7 +12,7 @@ from esper.tamiyo.heads import ActionHead
 
 TABLE = ActionTable((ActionHead("op", 3), ActionHead("slot", 2, matters=(False, True, True), given="op")))
 LAYOUT = ObservationLayout(("time_left",), ("present", "alpha"), critic=("potential", "control_end"), slots=2)
-HEADER = RecordHeader("made_up", "core", TABLE, LAYOUT, 4, 390, 10.0, False, ("learned", "random"))
+HEADER = RecordHeader("made_up", "core", TABLE, LAYOUT, 4, 10.0, False, ("learned", "random"))
 
 
 def header(**changes: Any) -> RecordHeader:  # Any: fields by name
@@ -43,6 +43,7 @@ def episodes(count: int, like: RecordHeader = HEADER, seed: int = 0) -> Episodes
         truncated=numbers(steps) < 0.1,
         panics=panics,
         **measures,
+        host_parameters=100 + numbers(),
         final_gain=numbers(),
         epsilon=numbers(),
         policy=(numbers() * len(like.policies)).long(),

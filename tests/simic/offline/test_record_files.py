@@ -129,7 +129,7 @@ def foreign(path: Path) -> None:
 
 
 def newer(path: Path) -> None:
-    write_tensor_file(path, RECORD_FILE._replace(version=2), {}, {})
+    write_tensor_file(path, RECORD_FILE._replace(version=3), {}, {})
 
 
 def other_content(path: Path) -> None:
@@ -147,7 +147,7 @@ def other_tensors(path: Path) -> None:
         (cut, r"00000.safetensors is no record file, or it is truncated .*; copy it again, or omit it"),
         (change, r"00000.safetensors was changed or damaged"),
         (foreign, r"00000.safetensors is no record file: its format is None, not 'esper-records'"),
-        (newer, r"00000.safetensors has version 2 of esper-records; this Esper reads version 1: make it again"),
+        (newer, r"00000.safetensors has version 3 of esper-records; this Esper reads version 2: make it again"),
         (other_content, r"00000.safetensors: the header.header has unknown keys"),
         (other_tensors, r"00000.safetensors does not fit its header \(forced is .*record it again, or omit it"),
     ],

@@ -65,7 +65,7 @@ def test_recording_changes_nothing(tmp_path: Path) -> None:
     records = Records.open(tmp_path / "records")
     assert pairs(records) == ALL, "neither controls nor what was filled up"
     episodes, seeds = records.episodes(), host_seeds(config())
-    values = episodes.objective(records.header, 2.0).tolist()
+    values = episodes.objective(2.0).tolist()
     found = {
         (records.policies[policy], seeds.index(seed)): value
         for policy, seed, value in zip(episodes.policy.tolist(), episodes.host_seed.tolist(), values, strict=True)

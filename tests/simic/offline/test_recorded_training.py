@@ -126,7 +126,7 @@ def test_rewards_can_be_recomputed(gamma: float) -> None:
     assert bool(episodes.acting_parameters.any())
     torch.testing.assert_close(episodes.rewards(header, reward), record.rewards.T, rtol=1e-6, atol=1e-5)
     assert float(episodes.rewards(header, reward)[BROKEN_ENV, BROKEN_STEP]) < -5
-    torch.testing.assert_close(episodes.objective(header, 2.0), record.objective.float(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(episodes.objective(2.0), record.objective.float(), rtol=1e-6, atol=1e-5)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

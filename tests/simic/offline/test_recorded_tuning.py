@@ -95,6 +95,7 @@ def test_a_table_by_hand(tmp_path: Path) -> None:
     made = made._replace(
         policy=made.policy.new_tensor([0, 1, 0]),
         host_seed=made.host_seed.new_tensor([7, 7, 5]),
+        host_parameters=made.gain.new_tensor([390.0, 390.0, 390.0]),
         final_gain=made.final_gain.new_tensor([10.0, 1.0, 4.0]),
         fossil_parameters=made.gain.new_tensor([[0.0] * 3 + [390.0], [0.0] * 4, [0.0] * 3 + [3 * 390.0]]),
     )

@@ -144,7 +144,7 @@ def test_policies_of_all_files_are_numbered_anew(tmp_path: Path) -> None:
 
 def test_several_tasks(tmp_path: Path) -> None:
     """Only on request: then minibatches are of one task each, in a mixed order; headers and parts are by task."""
-    long, short = header(policies=("wait",)), header(task="short", steps=2, host_parameters=7, policies=("random",))
+    long, short = header(policies=("wait",)), header(task="short", steps=2, policies=("random",))
     first, second = write(tmp_path, "a", 7, long), write(tmp_path, "b", 5, short)
     with pytest.raises(BadValueError, match=rf"{second} and {first} are of tasks 'short' and 'made_up'; open one of"):
         Records.open(tmp_path)
@@ -157,7 +157,7 @@ def test_several_tasks(tmp_path: Path) -> None:
         with pytest.raises(BadValueError, match=r"several tasks have a header each: .* by_task\(\), made_up, short"):
             ask()
     parts = both.by_task()
-    assert parts["short"].header == header(task="short", steps=2, host_parameters=7, policies=("wait", "random"))
+    assert parts["short"].header == header(task="short", steps=2, policies=("wait", "random"))
     assert set(parts["short"].episodes().policy.tolist()) == {1}
     lengths = [(len(batch.policy), batch.gain.shape[1]) for batch in both.minibatches(2, generator())]
     assert sorted(lengths) == [(1, 2), (1, 4), (2, 2), (2, 2), (2, 4), (2, 4), (2, 4)]
@@ -171,7 +171,7 @@ def test_several_tasks(tmp_path: Path) -> None:
         ({"preset": "full"}, "have head presets 'full' and 'core'; open them separately"),
         ({"table": ActionTable((ActionHead("op", 3),))}, "differ in table: .*; open them separately"),
         ({"layout": ObservationLayout(("time_left",))}, "differ in layout: slots, blueprints, sensing"),
-        ({"steps": 5, "host_parameters": 1}, "differ in steps, host_parameters"),
+        ({"steps": 5, "by_loss": True}, "differ in steps, by_loss"),
         ({"chance_accuracy": 50.0, "by_loss": True}, "differ in chance_accuracy, by_loss"),
     ],
 )

@@ -104,11 +104,12 @@ def test_a_policy_that_sees_less_than_was_recorded() -> None:
 def test_the_critic_sees_the_potential() -> None:
     """By hand, at ρ 2 on a host of 100 parameters. Gains 5, 7 and 9; seeds of 100 parameters act in the second step:
     rent 2·log2(2) = 2. Φ before the steps: 0, 5, 7 − 2 = 5. In tens of points. A panic in the second leaves 5."""
-    like = header(steps=3, host_parameters=100)
+    like = header(steps=3)
     one = episodes(2, like)._replace(
         gain=torch.tensor([[5.0, 7.0, 9.0]] * 2),
         acting_parameters=torch.tensor([[0.0, 100.0, 100.0]] * 2),
         panics=torch.tensor([[False, False, False], [False, True, False]]),
+        host_parameters=torch.tensor([100.0, 100.0]),
     )
     column = like.layout.size - 2
     assert from_episodes(one, like).observations[..., column].tolist() == [[0, 0.5, 0.5], [0, 0.5, 0.5]]

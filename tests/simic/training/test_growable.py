@@ -29,7 +29,7 @@ ALONE = Groups(1, 1, controls=False)
 class LoneModel:
     """Slots and lifecycles without weights. Losses are in units of 4, points relative to that loss."""
 
-    n, device, budget, host_parameters, random_guess_loss = 1, torch.device("cpu"), 2000, 1000, 4.0
+    n, device, budget, random_guess_loss = 1, torch.device("cpu"), 2000, 4.0
 
     def __init__(self) -> None:
         self.slot_config, self.slots = SLOTS, {slot.slot_id: slot for slot in SLOTS.slots}
@@ -40,6 +40,9 @@ class LoneModel:
         self.states, self.grown_parameters, self.tick = lives.states, lives.grown_parameters, lives.tick
         self.germinate, self.advance, self.fossilize = lives.germinate, lives.advance, lives.fossilize
         self.set_alpha_target, self.prune = lives.set_alpha_target, lives.prune
+
+    def host_size(self, env: int) -> int:
+        return 1000
 
     def plant(self, env: int, slot_id: str, state: SeedState) -> None:
         self.heard.append(("plant", slot_id))
@@ -153,7 +156,7 @@ def test_a_fleet_is_growable() -> None:
     runner.begin([0])
     fleet: Growable = runner.fleet
     task = runner.fleet.task
-    assert (fleet.slot_config, fleet.host_parameters, fleet.progress) == (task.slot_config, task.host_parameters, 0)
+    assert (fleet.slot_config, fleet.host_size(0), fleet.progress) == (task.slot_config, task.host_parameters, 0)
     assert fleet.random_guess_loss == task.random_guess_loss
     rows = [comparison.main for comparison in runner.comparisons]
     assert fleet.points(rows).tolist() == torch.tensor([row.accuracy for row in rows]).tolist()

@@ -29,7 +29,7 @@ from esper.simic.evaluation.results import Result, overall_mean
 from esper.simic.evaluation.statistics import MARGIN, Claim, Rows, compare_all, compare_rows
 from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
 from esper.tolaria import Task, get_task
-from esper.tolaria.tasks import published_gains
+from esper.tolaria.gains import published_gains
 
 LEAST_WORTH = 1.0  # points over its rent that the best seed must add for its slot to be called right
 
@@ -50,8 +50,10 @@ class KindSummary:
 
 def right_slot(task: Task, kind: str) -> str | None:
     """The slot of the best seed within the parameter budget, by published gain minus rent."""
+    size = task.size_of_kind(kind)
+    revived = {slot: task.size_of_kind(kind, (slot,)) - size for slot in task.slot_ids}
     worth = {
-        (gain.slot_id, gain.blueprint): objective(gain.points, gain.parameters, task.host_parameters)
+        (gain.slot_id, gain.blueprint): objective(gain.points, gain.parameters + revived[gain.slot_id], size)
         for gains in published_gains(task.name)
         if gains.defect == kind
         for gain in gains.gains
@@ -85,7 +87,7 @@ def _summary(task: Task, kind: str, hosts: list[int], results: Sequence[Result])
         hosts=len(hosts),
         objective=mean("objective"),
         gain=fmean(gains[host] for gains in (result.gains(task) for result in results) for host in hosts),
-        added_share=mean("added_params") / task.host_parameters,
+        added_share=fmean(result.added_params[host] / result.sizes(task)[host] for result in results for host in hosts),
         commits=total / (len(hosts) * len(results)),
         slots={slot_id: fossils[slot_id] / total for slot_id in task.slot_ids} if total else {},
         right_slot=right,

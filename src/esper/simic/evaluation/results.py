@@ -37,30 +37,34 @@ class Result:
     fossils: list[list[Fossil]]
     work: dict[str, list[float]] = field(default_factory=dict)  # by kind of pass, in units of the plain host's training
     objective_at: dict[str, list[float]] = field(default_factory=dict)  # at another ρ, by its value
+    host_params: list[int] = field(default_factory=list)  # of the hosts without seeds
 
     @classmethod
     def scored(
         cls,
         task: Task,
+        seeds: Sequence[int],
         accuracy: Tensor | Sequence[float],
         control: Tensor | Sequence[float],
         added: Tensor | Sequence[float],
         fossils: list[list[Fossil]],
         work: dict[str, list[float]] | None = None,
     ) -> "Result":
-        """Score hosts by their accuracy, their control's and their added parameters, (hosts,) each."""
+        """Score the hosts of these seeds by accuracy, their control's and their added parameters, (hosts,) each."""
         percent, baseline, grown = (
             torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (accuracy, control, added)
         )
-        gain, host_parameters = gain_over(baseline, percent, by_loss=task.by_loss), task.host_parameters
+        host_params = [task.size_of(seed) for seed in seeds]
+        gain, sizes = gain_over(baseline, percent, by_loss=task.by_loss), torch.tensor(host_params).double()
         return cls(
-            objective(gain, grown, host_parameters).tolist(),
+            objective(gain, grown, sizes).tolist(),
             percent.tolist(),
             baseline.tolist(),
             [int(count) for count in grown.tolist()],
             fossils,
             work or {},
-            {f"{rho:g}": objective(gain, grown, host_parameters, rho).tolist() for rho in OTHER_RHOS},
+            {f"{rho:g}": objective(gain, grown, sizes, rho).tolist() for rho in OTHER_RHOS},
+            host_params,
         )
 
     @property
@@ -68,10 +72,14 @@ class Result:
         """`slot/blueprint` of every fossil."""
         return [[fossil.name for fossil in fossils] for fossils in self.fossils]
 
+    def sizes(self, task: Task) -> list[int]:
+        """Parameters of the hosts without seeds; the task's, if nobody counted them host by host."""
+        return self.host_params or [task.host_parameters] * len(self.objective)
+
     def gains(self, task: Task) -> list[float]:
         """Points over the control: the objective before rent."""
-        pairs = zip(self.objective, self.added_params, strict=True)
-        return [value + rent(float(added), task.host_parameters) for value, added in pairs]
+        hosts = zip(self.objective, self.added_params, self.sizes(task), strict=True)
+        return [value + rent(float(added), size) for value, added, size in hosts]
 
     @property
     def cost(self) -> list[float]:

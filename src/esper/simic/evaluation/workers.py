@@ -99,7 +99,8 @@ def run_job(job: Job) -> list[Result]:
     draws = host_draws(config, hosts, arena.task.steps, len(runner.table)).repeat_interleave(width, 1)
     meter = CostMeter(runner.fleet, final=config.final)
     tape = EpisodeTape(runner) if job.records else None
-    player = PolicyPlayer(runner, SideBySide(policies), [seeds[host] for host in hosts], draws, meter, tape)
+    of_groups = [seeds[host] for host in hosts]
+    player = PolicyPlayer(runner, SideBySide(policies), of_groups, draws, meter, tape)
     end = hardened(play_episode(runner, player.act, player.on_step))
     if tape is not None:
         write_records(job.contenders, job.records, tape, seeds[chosen])
@@ -111,7 +112,8 @@ def run_job(job: Job) -> list[Result]:
         ]
         for env in runner.groups.envs
     ]
-    result = Result.scored(arena.task, *end, fossils, meter.cost())
+    of_envs = [seed for seed in of_groups for _ in range(width)]
+    result = Result.scored(arena.task, of_envs, *end, fossils, meter.cost())
     return [result.part(slice(index, width * len(job.hosts), width)) for index in range(width)]
 
 

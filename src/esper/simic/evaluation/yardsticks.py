@@ -24,7 +24,7 @@ def retrain(arena: Arena, seeds: Sequence[int], base: Result) -> Result:
     """Train a policy's hosts from scratch, with every fossil in place from the first minibatch."""
     accuracy, work = _train(arena, arena.task, seeds, base.fossils)
     control, added = base.control_accuracy, base.added_params
-    return Result.scored(arena.task, accuracy, control, added, base.fossils, work)
+    return Result.scored(arena.task, seeds, accuracy, control, added, base.fossils, work)
 
 
 def install(fleet: HostFleet, env: int, fossils: Sequence[Fossil]) -> None:
@@ -41,16 +41,16 @@ def install(fleet: HostFleet, env: int, fossils: Sequence[Fossil]) -> None:
 
 def train_static(arena: Arena, seeds: Sequence[int], base: Result) -> Result:
     """Train static hosts of about the size that the policy's hosts reached."""
-    bare = arena.task.host_parameters
     sizes = static_hosts(arena.task, base.added_params)
     by_host: dict[int, Result] = {}
     for build in dict.fromkeys(sizes):
         task = replace(arena.task, build_host=build)
         hosts = [host for host, size in enumerate(sizes) if size is build]
-        accuracy, work = _train(arena, task, [seeds[host] for host in hosts])
+        own = [seeds[host] for host in hosts]
+        accuracy, work = _train(arena, task, own)
         control = [base.control_accuracy[host] for host in hosts]
-        added = [task.host_parameters - bare] * len(hosts)
-        result = Result.scored(arena.task, accuracy, control, added, [[] for _ in hosts], work)
+        added = [task.size_of(seed) - arena.task.size_of(seed) for seed in own]
+        result = Result.scored(arena.task, own, accuracy, control, added, [[] for _ in hosts], work)
         by_host.update(zip(hosts, result.by_host(), strict=True))
     return Result.joined([by_host[host] for host in range(len(seeds))])
 
@@ -140,7 +140,8 @@ def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
     columns = arena.run(plan_policy, [plans] * len(seeds), seeds, _by_half).unbind(-1)
     chosen, chosen_control, accuracy, control, added = columns  # (hosts, plans)
     gain = gain_over(chosen_control, chosen, by_loss=task.by_loss)
-    objectives, best = objective(gain, added, task.host_parameters).max(1)
+    sizes = torch.tensor([[task.size_of(seed)] for seed in seeds], dtype=torch.float64)
+    objectives, best = objective(gain, added, sizes).max(1)
     accuracy, control, added = (column[range(len(seeds)), best] for column in (accuracy, control, added))
     grows = objectives > 0  # else it waits, at an objective of 0
     accuracy, added = accuracy.where(grows, control), added.where(grows, 0.0)
@@ -149,7 +150,7 @@ def run_oracle(arena: Arena, seeds: Sequence[int]) -> tuple[Result, list[Plan]]:
         [Fossil(seed.slot, seed.blueprint) for seed in plan.seeds if grown]
         for plan, grown in zip(picked, added.tolist(), strict=True)
     ]
-    return Result.scored(task, accuracy, control, added, fossils), picked
+    return Result.scored(task, seeds, accuracy, control, added, fossils), picked
 
 
 def _by_half(runner: EpisodeRunner, result: StepResult) -> Tensor:

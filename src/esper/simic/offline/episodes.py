@@ -24,7 +24,6 @@ class RecordHeader:
     table: ActionTable
     layout: ObservationLayout
     steps: int
-    host_parameters: int
     chance_accuracy: float
     by_loss: bool
     policies: tuple[str, ...]  # who acted, by number: `learned`, `random`, `schedule: …`
@@ -46,6 +45,7 @@ class Episodes(NamedTuple):
     control_accuracy: Tensor  # (E, T)
     acting_parameters: Tensor  # (E, T): of all seeds that act
     fossil_parameters: Tensor  # (E, T)
+    host_parameters: Tensor  # (E,): of the host without seeds
     final_gain: Tensor  # (E,): of the hardened host, at the end
     epsilon: Tensor  # (E,): share of uniform choices of the behaviour
     policy: Tensor  # (E,) long: index into `RecordHeader.policies`
@@ -57,16 +57,16 @@ class Episodes(NamedTuple):
         masks = {name: mask[rows] for name, mask in self.masks.items()}
         return Episodes(masks=masks, **{name: value[rows] for name, value in self._asdict().items() if name != "masks"})
 
-    def objective(self, header: RecordHeader, rho: float) -> Tensor:
+    def objective(self, rho: float) -> Tensor:
         """(E,): gain of the hardened host minus the rent of its fossils."""
-        return self.final_gain - rent(self.fossil_parameters[:, -1], header.host_parameters, rho)
+        return self.final_gain - rent(self.fossil_parameters[:, -1], self.host_parameters, rho)
 
-    def potentials(self, header: RecordHeader, rho: float) -> Tensor:
+    def potentials(self, rho: float) -> Tensor:
         """(E, T + 1) float64: Φ before each step and after the last, which is gain − rent of the acting seeds.
 
         It is 0 before the first step and at the end. A panic leaves it as it was.
         """
-        levels = self.gain.double() - rent(self.acting_parameters.double(), float(header.host_parameters), rho)
+        levels = self.gain.double() - rent(self.acting_parameters.double(), self.host_parameters.double()[:, None], rho)
         potentials = [torch.zeros_like(levels[:, 0])]
         for level, panic in zip(levels[:, :-1].unbind(1), self.panics.unbind(1), strict=False):
             potentials.append(level.where(~panic, potentials[-1]))
@@ -78,12 +78,12 @@ class Episodes(NamedTuple):
         That is γ·Φ' − Φ, and the objective in the last step. A panic is worth ending at chance less a margin.
         """
         acting, fossils = (
-            rent(part.double(), float(header.host_parameters), reward.rho)
+            rent(part.double(), self.host_parameters.double()[:, None], reward.rho)
             for part in (torch.maximum(self.acting_parameters, self.fossil_parameters), self.fossil_parameters)
         )
         at_chance = header.chance_accuracy - self.control_accuracy.double() - acting - reward.crash_margin
         worth = torch.zeros_like(at_chance)
         worth[:, -1] = self.final_gain.double() - fossils[:, -1]
-        before, after = (potentials := self.potentials(header, reward.rho))[:, :-1], potentials[:, 1:]
+        before, after = (potentials := self.potentials(reward.rho))[:, :-1], potentials[:, 1:]
         shaping = reward.gamma * after.where(~self.panics, 0.0) - before
         return (at_chance.where(self.panics, worth) + reward.shaping * shaping).float()

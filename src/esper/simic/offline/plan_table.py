@@ -25,7 +25,7 @@ def plan_table(records: Records, rho: float = RHO) -> PlanTable:
     header = records.header
     found: dict[tuple[str, int], float] = {}
     for episodes in records.in_order():
-        columns = (episodes.policy, episodes.host_seed, episodes.objective(header, rho))
+        columns = (episodes.policy, episodes.host_seed, episodes.objective(rho))
         for number, seed, value in zip(*(column.tolist() for column in columns), strict=True):
             found[header.policies[number], seed] = value
     names, seeds = (sorted(set(each)) for each in zip(*found, strict=True))

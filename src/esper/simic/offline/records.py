@@ -234,7 +234,7 @@ def _check_alike(shard: Shard, first: Shard, *, several_tasks: bool) -> None:
         raise BadValueError(f"{pair} have head presets {own.preset!r} and {other.preset!r}; open them separately")
     differing = [name for name in ("table", "layout") if getattr(own, name) != getattr(other, name)]
     if own.task == other.task:
-        facts = ("steps", "host_parameters", "chance_accuracy", "by_loss")
+        facts = ("steps", "chance_accuracy", "by_loss")
         differing += [name for name in facts if getattr(own, name) != getattr(other, name)]
     if differing:
         raise BadValueError(

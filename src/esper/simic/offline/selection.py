@@ -50,7 +50,7 @@ def select_transitions(
         chosen = episodes.part(torch.isin(episodes.policy, wanted).nonzero().squeeze(1))
         parts.append(from_episodes(chosen, records.header, reward=reward))
         numbers.append(chosen.policy)
-        objectives.append(chosen.objective(records.header, reward.rho))
+        objectives.append(chosen.objective(reward.rho))
     played = torch.cat(numbers)
     counts = {name: int((played == number).sum()) for number, name in enumerate(records.policies)}
     if empty := [name for name in policies if not counts[name]]:

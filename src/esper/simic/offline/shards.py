@@ -22,7 +22,7 @@ from esper.storage.files import storage_errors
 from esper.storage.stored import checkpoint_errors
 from esper.storage.tensor_files import FileFormat, read_header, read_tensor_file, write_tensor_file
 
-RECORD_FILE = FileFormat("esper-records", 1, "record file")
+RECORD_FILE = FileFormat("esper-records", 2, "record file")
 SUFFIX = ".safetensors"
 FLAGS = ("forced", "terminated", "truncated", "panics")
 MEASURES = ("gain", "accuracy", "control_accuracy", "acting_parameters", "fossil_parameters")
@@ -63,6 +63,7 @@ def columns(header: RecordHeader) -> dict[str, tuple[torch.dtype, tuple[int, ...
     }
     return {
         **{name: (dtype, (header.steps, *shape)) for name, (dtype, shape) in by_step.items()},
+        "host_parameters": (torch.float32, ()),
         "final_gain": (torch.float32, ()),
         "epsilon": (torch.float32, ()),
         "policy": (torch.int32, ()),

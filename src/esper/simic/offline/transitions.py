@@ -94,7 +94,7 @@ def from_episodes(
     wanted, reward = header.layout if layout is None else layout, reward or RewardConfig()
     observations = episodes.observations
     if "potential" in header.layout.critic:  # searches and evaluations pay no reward, so they record none
-        potentials = episodes.potentials(header, reward.rho)[:, :-1]
+        potentials = episodes.potentials(reward.rho)[:, :-1]
         observations = fill_in_potential(observations, header.layout, potentials)
     return Transitions(
         observations=fit_columns(observations, header.layout, wanted),

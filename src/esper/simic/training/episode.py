@@ -107,8 +107,8 @@ class StepResult(NamedTuple):
     loss: Tensor
     slots: SlotView  # before the tick
     seed_parameters: Tensor  # (n, slots): of the live seeds before the actions
-    acting_parameters: Tensor  # of all seeds with alpha > 0
-    fossil_parameters: Tensor
+    acting_parameters: Tensor  # added by all seeds with alpha > 0
+    fossil_parameters: Tensor  # added by the committed ones
     panics: Tensor  # bool: the env was restored from its snapshot
     symptoms: dict[int, list[str]]  # what the governor saw, by env
     hardened_accuracy: Tensor | None  # with fossils alone; None before the end of the episode
@@ -172,6 +172,8 @@ class EpisodeRunner:
         self._last_op = torch.full((n,), int(LifecycleOp.WAIT), device=fleet.device)
         self._last_succeeded = torch.ones(n, dtype=torch.bool, device=fleet.device)
         self.potential = torch.zeros(n, device=fleet.device)  # Φ of every env, as the reward last set it
+        sizes = [float(fleet.host_size(env)) for env in self._envs]
+        self.host_sizes = torch.tensor(sizes, device=fleet.device)  # parameters of every grown env's host
 
     def view(self) -> PolicyView:
         """What policies see now."""
@@ -197,7 +199,7 @@ class EpisodeRunner:
             earlier, self.comparisons = self.comparisons, fleet.validate(deployed=False)
         symptoms = self._govern(earlier, changes)
         slots = self.observer.slots(self.comparisons, self.sensing)
-        acting, fossil = (self._parameters(stages).sum(1) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
+        acting, fossil = (self._added(stages) for stages in (ACTIVE_STAGES, (SeedStage.FOSSILIZED,)))
         hardened: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if fleet.step_index + 1 >= fleet.task.steps:
             with self.spans("validate"):
@@ -257,6 +259,14 @@ class EpisodeRunner:
                     change = StageChange(slot_id, stage, state.stage, "panic")
                     changes.append(SeedChange(row, change, state.blueprint))
         return symptoms
+
+    def _added(self, stages: Container[SeedStage]) -> Tensor:
+        """Parameters (n,) of the seeds in these stages, and of their host what takes part only because of them."""
+        fleet, revived = self.fleet, []
+        for env in self._envs:
+            grown = [slot_id for slot_id, state in fleet.states[env].items() if state.stage in stages]
+            revived.append(float(fleet.task.size_of(fleet.seeds[env], grown) - fleet.host_size(env)))
+        return self._parameters(stages).sum(1) + torch.tensor(revived, device=fleet.device)
 
     def _parameters(self, stages: Container[SeedStage]) -> Tensor:
         """Of the seeds in these stages (n, slots)."""

@@ -32,18 +32,18 @@ class Observer:
         self.names = growable.slot_config.blueprint_names
         self._width = torch.tensor([float(slot.width) for slot in slots], device=device).expand(n, -1)
         self._depth = torch.tensor([slot.position for slot in slots], device=device).expand(n, -1)
-        host, budget = growable.host_parameters, growable.budget
         costs = [[_cost(slot, name) for name in self.names] for slot in slots]
-        self._cost = torch.tensor(costs, device=device).expand(n, -1, -1) / host
         gates = [float(gate_parameters("gate", slot.width)) if gated else 0.0 for slot in slots]
         self._parameters = torch.tensor(costs, device=device)
         self._gates = torch.tensor(gates, device=device).unsqueeze(1)
-        self._host, self._budget = float(host), float(budget)
+        self._budget = float(growable.budget)
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last episode."""
+        """Forget the last episode, and look at the sizes of the new hosts."""
         n, device = self.groups.grown, self.growable.device
+        sizes = [float(self.growable.host_size(env)) for env in self.groups.envs]
+        self._host = torch.tensor(sizes, device=device)
         self._accuracy: Tensor | None = None
         self._control: Tensor | None = None
         self._best_accuracy = torch.full((n,), -torch.inf, device=device)
@@ -107,7 +107,7 @@ class Observer:
         free = (slots.stage == int(SeedStage.DORMANT)).unsqueeze(-1)
         affordable = self._parameters + self._gates <= (self._budget - grown)[:, None, None]
         fits = free & affordable & (self._parameters > 0)
-        offers = OfferView(groups.grown_of(sensing.offers), fits, self._cost)
+        offers = OfferView(groups.grown_of(sensing.offers), fits, self._parameters / self._host[:, None, None])
         return TrainingSignals(hosts, slots, offers, critic)
 
     def slots(self, comparisons: Sequence[Comparison], sensing: Sensing) -> SlotView:

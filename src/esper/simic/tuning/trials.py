@@ -93,7 +93,7 @@ def _hosts_of_kind(task_name: str, rng_seed: int, defect: str, many: int) -> lis
 def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:
     accuracy, control, added = (column.double() for column in hardened(result))
     gain = gain_over(control, accuracy, by_loss=result.by_loss)
-    return objective(gain, added, runner.fleet.task.host_parameters)
+    return objective(gain, added, runner.host_sizes.double())
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:
