@@ -25,7 +25,7 @@ from torch import Tensor
 
 from esper.kasmina import SeedState
 from esper.leyline import SeedStage, head_preset
-from esper.simic.evaluation.arena import AT_ONCE, Arena, PolicyPlayer, divide, fill, hardened
+from esper.simic.evaluation.arena import Arena, PolicyPlayer, divide, envs_at_once, fill, hardened
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.final_log import sign_policies
 from esper.simic.evaluation.policies import (
@@ -95,7 +95,7 @@ def run(job: Job) -> Lasting:
     policy = make_policy(member, task, growth_table(preset, task.slot_config), job.device)
     config = EvaluationConfig(job.task, job.hosts, job.rng_seed, final=job.final)
     arena = Arena(task, preset, final=job.final, device=job.device, data_dir=job.data_dir)
-    blocks = divide(job.hosts, AT_ONCE // 2)
+    blocks = divide(job.hosts, envs_at_once(job.device) // 2)
     runner = arena.runner(groups := Groups(len(blocks[0]), 1))
     meter, parts = CostMeter(runner.fleet, final=job.final), dict[str, list[float]]()
     for block in blocks:

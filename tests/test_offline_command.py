@@ -10,6 +10,7 @@ from simic.training.tiny import QUICK, purpose_of, quick_config
 
 from esper.cli import main
 from esper.simic.agent.policy import read_policy
+from esper.simic.evaluation.arena import AT_ONCE
 from esper.simic.offline.episodes import RecordHeader
 from esper.simic.offline.records import Records, RecordWriter
 from esper.simic.offline.selection import select_transitions, softmax_by_group
@@ -63,7 +64,7 @@ def test_record(capsys: pytest.CaptureFixture[str]) -> None:
 def test_record_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More hosts than a fleet holds are played in parts, and the last part is filled up. Records are the same."""
     record("whole", "--policies", "random")
-    monkeypatch.setattr("esper.simic.evaluation.behaviour.AT_ONCE", 4)
+    monkeypatch.setitem(AT_ONCE, "cpu", 4)
     record("parts", "--policies", "random")
     assert len(record_files(Path("parts"))) == 2
     whole, parts = (Records.open(name).episodes() for name in ("whole", "parts"))
@@ -150,7 +151,7 @@ def test_records_that_cannot_be_learnt_from(capsys: pytest.CaptureFixture[str]) 
     assert "cut/a.safetensors" in line
     shutil.copytree("one", "newer")
     newer = Path("newer/00000.safetensors")
-    newer.write_bytes(newer.read_bytes().replace(b'"version":"1"', b'"version":"9"', 1))
+    newer.write_bytes(newer.read_bytes().replace(b'"version":"2"', b'"version":"9"', 1))
     line = failure([*command, "newer"], capsys)
     assert "newer/00000.safetensors" in line
     assert "version" in line

@@ -14,7 +14,7 @@ from esper.cli import main
 from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, EsperError, UnknownNameError, rent
 from esper.simic.evaluation import workers
-from esper.simic.evaluation.arena import Arena
+from esper.simic.evaluation.arena import AT_ONCE, Arena
 from esper.simic.evaluation.comparison import EvaluationReport, by_kind, right_slot, run_comparisons
 from esper.simic.evaluation.final_log import sign_final
 from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec
@@ -310,7 +310,7 @@ def test_policies_side_by_side_find_what_each_finds_alone(runs: str, monkeypatch
     together = run_contenders(contenders)
     alone = [run_contenders([one])[0] for one in contenders]
     monkeypatch.setattr(workers, "MOST_POLICIES", 2)
-    monkeypatch.setattr(workers, "AT_ONCE", 6)
+    monkeypatch.setitem(AT_ONCE, "cpu", 6)
     in_parts = run_contenders(contenders)
     assert together == alone == in_parts
     assert len({tuple(result.cost) for result in alone}) > 3, "they do different things"

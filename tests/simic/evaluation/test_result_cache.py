@@ -9,6 +9,7 @@ from simic.training.tiny import NAME, tiny_task
 
 from esper.leyline import BadValueError
 from esper.simic.evaluation import cache, comparison, policies, workers
+from esper.simic.evaluation.arena import AT_ONCE
 from esper.simic.evaluation.cache import ResultCache
 from esper.simic.evaluation.comparison import run_comparisons
 from esper.simic.evaluation.final_log import sign_final
@@ -51,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     """No host lives; three contenders have two hosts at a time."""
     ran = Ran()
     monkeypatch.setattr(workers, "run_job", ran.run_job)
-    monkeypatch.setattr(workers, "AT_ONCE", 8)
+    monkeypatch.setitem(AT_ONCE, "cpu", 8)
     return ran
 
 

@@ -14,7 +14,7 @@ from esper.leyline import BadValueError
 from esper.simic.agent import PPOAgent
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation import workers
-from esper.simic.evaluation.arena import PolicyPlayer, SideBySide
+from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide
 from esper.simic.evaluation.comparison import EvaluationReport, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig
 from esper.simic.evaluation.results import Result
@@ -34,7 +34,7 @@ POLICIES = ["random", "random-commit", "wait"]
 @pytest.fixture(autouse=True)
 def small_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts of three policies at a time: the third job of five hosts is filled up."""
-    monkeypatch.setattr(workers, "AT_ONCE", 8)
+    monkeypatch.setitem(AT_ONCE, "cpu", 8)
 
 
 def config(*, final: bool = False) -> EvaluationConfig:

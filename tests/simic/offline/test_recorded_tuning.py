@@ -13,7 +13,7 @@ from esper.cli import main
 from esper.leyline import BadValueError
 from esper.leyline.progress import ignore
 from esper.leyline.records import encode
-from esper.simic.evaluation import arena
+from esper.simic.evaluation.arena import AT_ONCE
 from esper.simic.evaluation.workers import run_here
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.offline.plan_table import plan_table
@@ -31,7 +31,7 @@ def some_plans(count: int) -> list[Plan]:
 @pytest.mark.parametrize("workers", [1, 4])
 def test_every_pair_once(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fleets that are partly filled up, and in shares of four workers: the table is what the trials returned."""
-    monkeypatch.setattr(arena, "AT_ONCE", 8)
+    monkeypatch.setitem(AT_ONCE, "cpu", 8)
     plans, hosts = some_plans(3), [4, 5, 9, 11, 12]
     trials = replace(Trials(NAME, "schedule", "core", 1), record=tmp_path)
     objectives = trials(run_here, workers, ignore, [plans] * 5, hosts)
@@ -51,7 +51,7 @@ def test_every_pair_once(workers: int, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_hosts_with_plans_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other plans on every host, in shares of four workers: each plan does there what it does among all of them."""
-    monkeypatch.setattr(arena, "AT_ONCE", 8)
+    monkeypatch.setitem(AT_ONCE, "cpu", 8)
     plans, hosts = some_plans(3), [4, 5, 9]
     whole = Trials(NAME, "schedule", "core", 1)(run_here, 1, ignore, [plans] * 3, hosts)
     places = [(0, 1), (1, 2), (2, 0)]

@@ -273,7 +273,7 @@ def test_candidates_side_by_side_do_what_they_do_alone(kind: str, monkeypatch: p
     task = tiny_task()
     table = growth_table(head_preset("core"), task.slot_config)
     counted: list[int] = []
-    monkeypatch.setattr(arena_module, "AT_ONCE", 8)
+    monkeypatch.setitem(AT_ONCE, "cpu", 8)
     hosts = [4, 5, 9]
     seeds = [host_seed("tuning", 1, number) for number in hosts]
     policies: list[Policy]
@@ -318,11 +318,12 @@ def test_fleets_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
         seeds: list[int] = runner.seeds  # type: ignore[attr-defined]  # noted above
         return torch.tensor([[seed, one] for seed, lineup in zip(seeds, running, strict=True) for one in lineup])
 
-    for candidates, hosts in ((1, 1), (1, 70), (70, 1), (5, 23), (AT_ONCE - 1, 2), (AT_ONCE, 2), (130, 3)):
+    most = AT_ONCE["cpu"]
+    for candidates, hosts in ((1, 1), (1, 70), (70, 1), (5, 23), (most - 1, 2), (most, 2), (130, 3)):
         lineups = [range(host, host + candidates) for host in range(hosts)]
         table = arena.run(wait, lineups, range(hosts), pairs)
         assert table.tolist() == [[[host, one] for one in lineup] for host, lineup in enumerate(lineups)]
-    assert max(shapes) <= AT_ONCE
+    assert max(shapes) <= most
 
 
 # -- the command and its files ----------------------------------------------------------------------------------------

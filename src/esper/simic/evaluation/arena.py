@@ -21,7 +21,8 @@ from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
 from esper.tolaria import Task
 
-AT_ONCE = 64  # envs per fleet, controls included
+# Envs per fleet, controls included. Measured: on an H200 256 hosts train 1.5 times as many images a second as 64.
+AT_ONCE = {"cpu": 64, "cuda": 256}
 
 Candidate = TypeVar("Candidate", bound=Hashable)
 Item = TypeVar("Item")
@@ -171,9 +172,10 @@ class Arena:
 
         `writer` records the episodes; its policies are `distinct(lineups)`.
         """
-        candidate_parts = divide(len(lineups[0]), AT_ONCE - 1)
+        at_once = envs_at_once(self.device)
+        candidate_parts = divide(len(lineups[0]), at_once - 1)
         members = len(candidate_parts[0])
-        host_parts = divide(len(seeds), AT_ONCE // (members + 1))
+        host_parts = divide(len(seeds), at_once // (members + 1))
         runner = self.runner(groups := Groups(len(host_parts[0]), members))
         number_of = {candidate: number for number, candidate in enumerate(distinct(lineups))}
         columns = []
@@ -198,6 +200,11 @@ class Arena:
 
 
 open_arena = lru_cache(maxsize=1)(Arena)  # stays open until another one is needed: a fleet serves job after job
+
+
+def envs_at_once(device: torch.device | str) -> int:
+    """The most envs of a fleet."""
+    return AT_ONCE[torch.device(device).type]
 
 
 def distinct(lineups: Lineups[Candidate]) -> list[Candidate]:

@@ -8,7 +8,7 @@ from esper.kasmina.slot import Isolation
 from esper.leyline import BadValueError, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import progress_bar
-from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, open_arena
+from esper.simic.evaluation.arena import PolicyPlayer, SideBySide, divide, envs_at_once, fill, open_arena
 from esper.simic.evaluation.policies import CONTROLS, ORACLE, PolicySpec, make_policy
 from esper.simic.evaluation.workers import run_with
 from esper.simic.offline.records import RecordWriter
@@ -48,7 +48,7 @@ class Behaviour:
     @property
     def hosts_at_once(self) -> int:
         """Hosts in a fleet: each has a control and an env per policy."""
-        return min(self.hosts, max(1, AT_ONCE // (len(self.policies) + 1)))
+        return min(self.hosts, max(1, envs_at_once(self.device) // (len(self.policies) + 1)))
 
     def record(self, folder: Path, hosts: range) -> None:
         """Play all policies on some of the hosts, and write a file."""

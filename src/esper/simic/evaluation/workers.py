@@ -15,7 +15,7 @@ import torch
 from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance, ignore
-from esper.simic.evaluation.arena import AT_ONCE, PolicyPlayer, SideBySide, divide, fill, hardened, open_arena
+from esper.simic.evaluation.arena import PolicyPlayer, SideBySide, divide, envs_at_once, fill, hardened, open_arena
 from esper.simic.evaluation.cache import ResultCache, contender_key
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.policies import ORACLE, Contender, EvaluationConfig, make_policy
@@ -52,20 +52,22 @@ def make_jobs(contenders: Mapping[int, Contender]) -> list[Job]:
         if one.acts:
             together.setdefault(one.config, []).append(index)
         else:
-            most = ORACLE_HOSTS if one.spec.kind == ORACLE else AT_ONCE
+            most = ORACLE_HOSTS if one.spec.kind == ORACLE else envs_at_once(one.config.device)
             yardsticks += [Job((one,), hosts, (index,)) for hosts in divide(one.config.hosts, most)]
     jobs = []
     for config, indices in together.items():
         for part in divide(len(indices), MOST_POLICIES):
             chosen = tuple(indices[part.start : part.stop])
             policies = tuple(contenders[index] for index in chosen)
-            jobs += [Job(policies, hosts, chosen) for hosts in divide(config.hosts, _hosts_at_once(len(chosen)))]
+            jobs += [
+                Job(policies, hosts, chosen) for hosts in divide(config.hosts, _hosts_at_once(config, len(chosen)))
+            ]
     return jobs + yardsticks
 
 
-def _hosts_at_once(policies: int) -> int:
+def _hosts_at_once(config: EvaluationConfig, policies: int) -> int:
     # Each host has a control and an env per policy.
-    return max(1, AT_ONCE // (policies + 1))
+    return max(1, envs_at_once(config.device) // (policies + 1))
 
 
 def host_seeds(config: EvaluationConfig) -> list[int]:
@@ -91,7 +93,7 @@ def run_job(job: Job) -> list[Result]:
         control = retrain if first.spec.kind == "retrained" else train_static
         return [control(arena, seeds[chosen], first.base.part(chosen))]
     # All jobs of an evaluation have fleets of one shape.
-    runner = arena.runner(Groups(min(config.hosts, _hosts_at_once(width)), width))
+    runner = arena.runner(Groups(min(config.hosts, _hosts_at_once(config, width)), width))
     policies = [
         make_policy(one.spec, arena.task, runner.table, config.device, greedy=one.greedy) for one in job.contenders
     ]

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import numpy as np
 
 from esper.leyline import BadValueError
-from esper.simic.evaluation.arena import AT_ONCE
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.tuning.plan_model import PlanModel, Posterior
 from esper.simic.tuning.search import Search
@@ -23,7 +22,7 @@ RANDOM_SHARE, FINAL_SHARE = 0.25, 0.2  # of the episodes, for random plans and f
 TWO_SEEDS = 0.25  # share of the random plans that have two seeds
 MOST_FINALISTS = 3
 PLANS = 7  # per host
-HOSTS = AT_ONCE // (PLANS + 1)  # most hosts per batch: with their controls they fill a fleet
+HOSTS = 8  # most per batch
 BATCHES = 6  # a small budget has at least this number of batches, each of which learns from those before it
 ATTEMPTS = 40  # proposals per plan of a lineup; if they agree, it gets fewer plans
 
