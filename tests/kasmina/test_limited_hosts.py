@@ -71,17 +71,19 @@ def test_a_limited_host_computes_what_a_smaller_one_does(train: bool) -> None:
         (("r0c0", "r1c0"), 2 * (27 + 2) + 16 * (8 * 1 + 2) + 5 * 17),
     ],
 )
-def test_only_live_parameters_count_and_are_exported(planted: tuple[str, ...], parameters: int, tmp_path: Path) -> None:
+def test_only_live_parameters_count_and_are_exported(planted: tuple[str, ...], parameters: int) -> None:
     model = limited(*planted)
     assert host_of(model).live_parameters(planted) == parameters
-    hardened = model.harden(tmp_path)
+    hardened = model.harden()
     close(hardened(images()), model(images()))
     assert count(hardened) == parameters + model.grown_parameter_count
     assert not any("mask" in name for name in hardened.state_dict())
-    build = "network = load(folder)"
-    assert run_without_esper(tmp_path, "network", build, images(), hardened(images()), torch.arange(8) % 5) == count(
-        hardened
-    )
+
+
+def test_the_folder_of_a_limited_network_needs_no_esper(tmp_path: Path) -> None:
+    hardened = limited("r1c0").harden(tmp_path)
+    known = images(), hardened(images()), torch.arange(8) % 5
+    assert run_without_esper(tmp_path, "network", "network = load(folder)", *known) == count(hardened)
 
 
 def test_statistics_without_a_dropped_seed_are_carved_too() -> None:
