@@ -23,8 +23,10 @@ from esper.kasmina.kernels.tiles import (
     over_pixels,
     row_start,
     samples_of,
+    share_of,
     spread_out,
     stage_source,
+    statistics_at,
     store_cells,
     tile_cells,
     vector,
@@ -95,6 +97,19 @@ def _through_norm(  # type: ignore[no-untyped-def]
     return result
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave(  # type: ignore[no-untyped-def]
+    share, gamma, beta, scale, to_gamma, to_beta, to_scale, channel,
+    OUTPUTS: tl.constexpr, GROUP: tl.constexpr, LAST: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Store the sums of a stage without those of its kernel."""
+    if GROUP > 0:
+        tl.store(share + gamma + channel, to_gamma, mask=channel < OUTPUTS)
+        tl.store(share + beta + channel, to_beta, mask=channel < OUTPUTS)
+    if LAST:
+        tl.store(share + scale + channel, to_scale, mask=channel < OUTPUTS)
+
+
 @kernel
 def stage_backward(  # type: ignore[no-untyped-def]
     main, shadow, from_main, from_shadow, to_main, to_shadow, following, kept, stats, matrix, out, sums,
@@ -131,11 +146,9 @@ def stage_backward(  # type: ignore[no-untyped-def]
         mean = tl.zeros((SAMPLES, OUT), tl.float32)
         rate = tl.zeros((SAMPLES, OUT), tl.float32)
         if GROUP > 0:
-            inner = first + tl.arange(0, SAMPLES)
-            index = ((entry * batch + inner) * 2 * OUTPUTS)[:, None] + channel[None, :]
-            known = (inner < end)[:, None] & (channel < OUTPUTS)[None, :]
-            mean = tl.load(stats + index, mask=known, other=0.0)
-            rate = tl.load(stats + index + OUTPUTS, mask=known, other=0.0)
+            place, known = statistics_at(stats, entry, batch, first, end, channel, OUTPUTS, SAMPLES)
+            mean = tl.load(place, mask=known, other=0.0)
+            rate = tl.load(place + OUTPUTS, mask=known, other=0.0)
         plain = tl.zeros((SAMPLES, OUT), tl.float32)
         along = tl.zeros((SAMPLES, OUT), tl.float32)
         d = tl.zeros((SAMPLES * WIDE, OUT), tl.float32)
@@ -181,12 +194,19 @@ def stage_backward(  # type: ignore[no-untyped-def]
             if TO_STREAM or MULTIPLIES:
                 past += load_cells(target + start * apart, offsets, seen, channel, OUTPUTS).to(tl.float32)
                 store_cells(target + start * apart, offsets, seen, channel, past, OUTPUTS)
-    share = sums + (entry * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * parameters
-    if GROUP > 0:
-        tl.store(share + gamma + channel, to_gamma, mask=channel < OUTPUTS)
-        tl.store(share + beta + channel, to_beta, mask=channel < OUTPUTS)
-    if LAST:
-        tl.store(share + scale + channel, to_scale, mask=channel < OUTPUTS)
+    _leave(
+        share_of(sums, entry, parameters),
+        gamma,
+        beta,
+        scale,
+        to_gamma,
+        to_beta,
+        to_scale,
+        channel,
+        OUTPUTS,
+        GROUP,
+        LAST,
+    )
 
 
 @kernel
@@ -223,7 +243,7 @@ def kernel_gradient(  # type: ignore[no-untyped-def]
                 alone += tl.sum(value.to(tl.float32) * d.to(tl.float32), 0)
             else:
                 total = tl.dot(tl.trans(value), d, total, input_precision="ieee")
-    share = sums + (entry * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * parameters + weight + tap
+    share = share_of(sums, entry, parameters) + weight + tap
     if DEPTHWISE:
         tl.store(share + made * (SIDE * SIDE), alone, mask=made < OUTPUTS)
     else:

@@ -28,6 +28,7 @@ from esper.kasmina.kernels.tiles import (
     samples_of,
     spread_out,
     stage_source,
+    statistics_at,
     store_cells,
     tile_cells,
     vector,
@@ -67,13 +68,10 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keep(stats, entry, batch, first, end, mean, rate, OUTPUTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Store the statistics of some samples (entries, batch, 2, channels)."""
-    inner = first + tl.arange(0, mean.shape[0])
-    channel = tl.arange(0, mean.shape[1])
-    index = ((entry * batch + inner) * 2 * OUTPUTS)[:, None] + channel[None, :]
-    known = (inner < end)[:, None] & (channel < OUTPUTS)[None, :]
-    tl.store(stats + index, mean, mask=known)
-    tl.store(stats + index + OUTPUTS, rate, mask=known)
+    """Store the statistics of some samples."""
+    place, known = statistics_at(stats, entry, batch, first, end, tl.arange(0, mean.shape[1]), OUTPUTS, mean.shape[0])
+    tl.store(place, mean, mask=known)
+    tl.store(place + OUTPUTS, rate, mask=known)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

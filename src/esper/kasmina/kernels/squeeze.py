@@ -19,6 +19,7 @@ from esper.kasmina.kernels.tiles import (
     offsets_of,
     row_start,
     samples_of,
+    share_of,
     store_cells,
     vector,
 )
@@ -167,7 +168,7 @@ def squeeze_backward(  # type: ignore[no-untyped-def]
                 d = tl.where(kind == MULTIPLY, d * x * (1.0 - t * t), d)
             result += d * size * f[None, :] + to_m[None, :]
             store_cells(target + start, offsets, seen, channel, result, CHANNELS)
-    share = sums + (entry * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * parameters
+    share = share_of(sums, entry, parameters)
     tl.store(share + to_first, d_first, mask=in_first)
     tl.store(share + to_second, d_second, mask=in_second)
     tl.store(share + scale + channel, d_scale, mask=channel < CHANNELS)

@@ -124,6 +124,20 @@ def samples_of(valid, entry, per, batch):  # type: ignore[no-untyped-def]
     return begin, tl.where(tl.load(valid + entry) != 0, end, begin)
 
 
+@triton.jit
+def share_of(sums, entry, parameters):  # type: ignore[no-untyped-def]
+    """Where a program leaves its sums for the weights (entries, splits, parameters)."""
+    return sums + (entry * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * parameters
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def statistics_at(stats, entry, batch, first, end, channel, OUTPUTS: tl.constexpr, SAMPLES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Where the means of some samples lie (entries, batch, 2, channels), with 1/√(var + ε) behind them; what exists."""
+    inner = first + tl.arange(0, SAMPLES)
+    index = ((entry * batch + inner) * 2 * OUTPUTS)[:, None] + channel[None, :]
+    return stats + index, (inner < end)[:, None] & (channel < OUTPUTS)[None, :]
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def stage_source(main, shadow, source, row, here, main_rows, shadow_rows, INPUTS: tl.constexpr, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Where a stage reads: the row of the stream, or what the stage before left."""
