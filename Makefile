@@ -11,6 +11,11 @@ venv: .venv/.built
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Besides, what slow tests and benchmarks compare with.
+.venv/.built-all: .venv/.built
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	touch $@
+
 demo: venv
 	$(BIN)/esper demo
 
@@ -26,7 +31,7 @@ check-code:
 check-behaviour:
 	$(BIN)/pytest -n 2 --dist loadfile
 
-test-all: venv
+test-all: .venv/.built-all
 	$(MAKE) test
 	$(BIN)/pytest -n 2 --dist loadfile -m 'slow or gpu'
 
