@@ -84,6 +84,14 @@ class Sensing(NamedTuple):
     offers: Tensor
 
 
+class Taps(NamedTuple):
+    """What a probe reads of R rows."""
+
+    streams: Sequence[Tensor]  # the activation (R, B, …) at each slot
+    gradients: Sequence[Tensor]  # of the loss there, alike
+    conductance: Tensor  # (R, S)
+
+
 Newborns = Mapping[tuple[str, str], nn.Module]
 """By slot and blueprint, a seed that was just born, but with scale 1."""
 
@@ -180,14 +188,19 @@ class Prober:
 
     def __call__(self) -> Sensing:
         """Probe all envs on the minibatch that they will train on next. No device sync."""
+        fleet = self.fleet
+        taps = self.taps(fleet.step_index * fleet.task.batches_per_step)
+        return Sensing(*(column[: fleet.n] for column in sense(self.names, list(fleet.slots), self.newborns, *taps)))
+
+    def taps(self, minibatch: int) -> Taps:
+        """One backward pass of all envs over the minibatch with this number of the episode."""
         fleet, places = self.fleet, self.fleet.places.values()
-        inputs, targets = fleet.draw(fleet.step_index * fleet.task.batches_per_step)
+        inputs, targets = fleet.draw(minibatch)
         result = fleet.host.run(fleet.update_plan().main, inputs, train=True, tapped=places)
         streams = [result.taps[place] for place in places]
         gradients = torch.autograd.grad(row_losses(result.output, targets).sum(), streams)
         conductance = torch.stack([fleet.host.buffers["conductance"][:, place] for place in places], 1)
-        sensing = sense(self.names, list(fleet.slots), self.newborns, streams, gradients, conductance)
-        return Sensing(*(column[: fleet.n] for column in sensing))
+        return Taps(streams, gradients, conductance)
 
 
 def _shape_of(h: Tensor) -> tuple[Tensor, Tensor]:
