@@ -58,7 +58,6 @@ def cases() -> Iterator[Any]:  # Any: pytest's parameters
     "gpt-attention-add-script",
     "attached_gpt-norm-gate-script",
     "attached_mlp-norm-gate-script",
-    "attached_gpt-attention-add-export",
 )
 @pytest.mark.parametrize(("host", "blueprint", "style", "way"), list(cases()))
 def test_every_blueprint_in_every_format(host: str, blueprint: str, style: str, way: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How the blocks of an attached host are placed: as children of the submodules that they grew behind.
 
-A submodule that is no Sequential gets a class of its own, which runs the block after the old `forward`. TorchScript
-compiles it because it spells out the arguments of that `forward` and calls it under another name.
+A submodule that is no Sequential gets a subclass that runs the block after the old `forward`. The subclass spells out
+the arguments of that `forward` and calls it under another name, so that TorchScript can compile it.
 """
 
 import inspect
