@@ -20,6 +20,8 @@ def through(way: str, network: nn.Module, example: Tensor, folder: Path) -> Run:
         # torch.jit is deprecated, and torch.onnx uses what torch itself deprecates.
         warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+        # Group norms of torch, and a language model's check of its length, look at shapes.
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
         if way in ("script", "trace"):
             compiled = torch.jit.script(network) if way == "script" else torch.jit.trace(network, (example,))
             file = io.BytesIO()

@@ -364,12 +364,17 @@ def test_environments_in_processes_of_their_own() -> None:
 
 
 @pytest.mark.slow
-# stable-baselines3 makes environments that it is given by name with a mode, and warns about its own progress bar.
+def test_stable_baselines_accepts_it() -> None:
+    """By the checks of its own, without a warning."""
+    pytest.importorskip("stable_baselines3.common.env_checker").check_env(make())
+
+
+@pytest.mark.slow
 def test_maskable_ppo_learns_on_it() -> None:
-    """From its name alone. Its policy chooses legal actions only."""
+    """Made from its name alone, on the default task. Its policy chooses legal actions only."""
     sb3_contrib = pytest.importorskip("sb3_contrib")
-    task = tiny_task()
-    model = sb3_contrib.MaskablePPO("MlpPolicy", gymnasium.make(ID, task=task.name), n_steps=24, batch_size=24, seed=0)
+    name = f"{GrowthEnv.__module__}:{ID}"
+    model = sb3_contrib.MaskablePPO("MlpPolicy", name, n_steps=24, batch_size=24, seed=0, device="cpu")
     before = {name: value.clone() for name, value in model.policy.state_dict().items()}
     model.learn(48)
     assert any(not torch.equal(value, before[name]) for name, value in model.policy.state_dict().items())
