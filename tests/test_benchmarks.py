@@ -80,6 +80,23 @@ def test_scripts(name: str, arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_growth_env(tmp_path: Path) -> None:
+    """MaskablePPO on two seeds: a row per policy, steps per second, all objectives; what is kept is not run again."""
+    pytest.importorskip("sb3_contrib")
+    arguments = ["--steps", "20", "--round", "20", "--seeds", "2", "--hosts", "2"]
+    folders = ["--keep", str(tmp_path / "keep"), "--out", str(tmp_path / "out")]
+    printed = run_script("growth_env.py", tmp_path, *arguments, *folders)
+    assert [line.split()[0] for line in printed.splitlines() if " ± " in line] == ["MaskablePPO", "random"]
+    written = json.loads((tmp_path / "out" / "growth_env_digits_blind.json").read_text())
+    assert {name: len(rows) for name, rows in written["objectives"].items()} == {"MaskablePPO": 2, "random": 2}
+    assert written["steps"] == 20 and written["env_steps_per_second"] > 0
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "keep").iterdir()}
+    assert len(kept) == 2
+    assert run_script("growth_env.py", tmp_path, *arguments, *folders) == printed
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "keep").iterdir()} == kept
+
+
+@pytest.mark.slow
 def test_audition(tmp_path: Path) -> None:
     """Two cells on one seed: a row each, the rank correlations, and all trials in the JSON with their machine."""
     printed = run_script(

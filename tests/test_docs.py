@@ -119,7 +119,17 @@ def run_python(page: Path, empty_folder: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+DEPRECATED = (
+    "ignore:`torch.jit.*` is deprecated:DeprecationWarning",
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+)
+"""What torch says of its own formats and of its own ONNX exporter"""
+MARKS = {"export.md": [pytest.mark.slow, *map(pytest.mark.filterwarnings, DEPRECATED)]}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=MARKS.get(page.name, [])) for page in WITH_PYTHON], ids=name_of
+)
 def test_python(page: Path, empty_folder: Path) -> None:
     """The blocks of a page run, in one namespace and in an empty folder. Models grow to what the page says."""
     module = run_python(page, empty_folder)

@@ -76,7 +76,7 @@ class BlendGate(nn.Module):
 
     def __init__(self, width: int, topology: str) -> None:
         super().__init__()
-        self.pooled = {"image": (-2, -1), "tokens": (-2,), "vector": ()}[topology]
+        self.pooled_axes = {"image": 2, "tokens": 1, "vector": 0}[topology]
         self.linear = Linear(width, 1)
         nn.init.zeros_(self.linear.weight)
         assert self.linear.bias is not None
@@ -84,8 +84,11 @@ class BlendGate(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """h of any topology → one factor per sample, shaped to multiply h."""
-        gate = torch.sigmoid(self.linear(h.mean(self.pooled) if self.pooled else h))
-        return gate.reshape(*gate.shape, *[1] * len(self.pooled))
+        if self.pooled_axes == 2:
+            return torch.sigmoid(self.linear(h.mean((-2, -1))))[..., None, None]
+        if self.pooled_axes == 1:
+            return torch.sigmoid(self.linear(h.mean(-2)))[..., None]
+        return torch.sigmoid(self.linear(h))
 
 
 def gate_parameters(style: str, width: int) -> int:

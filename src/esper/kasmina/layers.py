@@ -402,10 +402,14 @@ class SelfAttention(nn.Module):
         self.out = Linear(width, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        q, k, v = (p(h).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.query, self.key, self.value))
-        q, k, v = (part.reshape(-1, *part.shape[-3:]) for part in (q, k, v))  # rows join the batch
+        q, k, v = self._heads_of(self.query(h)), self._heads_of(self.key(h)), self._heads_of(self.value(h))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(-2, -3).flatten(-2).view(h.shape))
+
+    def _heads_of(self, x: Tensor) -> Tensor:
+        """(…, T, width) → (batch, heads, T, width of a head); rows join the batch."""
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        return heads.reshape(-1, self.heads, x.shape[-2], x.shape[-1] // self.heads)
 
 
 class Scale(Layer):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from esper.kasmina.export.modules import Exporter
+from esper.kasmina.export.placing import PLACE, Places
 from esper.kasmina.export.source import LINE_WIDTH, Call, GeneratedFile, call, render
 from esper.kasmina.hosts import Host
 from esper.kasmina.layers import count_parameters
@@ -159,30 +160,13 @@ BLOCKS_HEADER = """Blocks that Esper grew, as plain PyTorch. They need torch and
     model = grow(build_the_host(), ".")  # the folder of weights.safetensors; in eval mode
 """
 BLOCKS = '''
-def place(base: nn.Module, block: nn.Module) -> None:
-    """Let a block act behind a submodule, as a child of it. The submodule's own keys and parameters stay."""
-    name = "grown"
-    while hasattr(base, name):
-        name += "_"
-    kind = type(base)
-    base.add_module(name, block)
-    if kind.forward is nn.Sequential.forward:
-        return  # it runs its children in order
-
-    class Grown(kind):  # type: ignore[misc, valid-type]
-        def forward(self, *args: object, **kwargs: object) -> Tensor:
-            return getattr(self, name)(kind.forward(self, *args, **kwargs))
-
-    Grown.__name__ = Grown.__qualname__ = f"Grown{kind.__name__}"
-    base.__class__ = Grown
-
-
 def put_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Place every block behind the submodule that it grew behind, and return the blocks by its name."""
     like = next(model.parameters())
     blocks: dict[str, nn.Module] = {blocks}
+    places: dict[str, tuple[str, Callable[..., Any] | None]] = {places}
     for name, block in blocks.items():
-        place(model.get_submodule(name), block.to(like))
+        place(model.get_submodule(name), block.to(like), *places[name])
     return blocks
 
 
@@ -197,11 +181,14 @@ def grow(model: nn.Module, folder: str | Path) -> nn.Module:
 def blocks_source(host: nn.Module, growths: Sequence[Growth]) -> str:
     """The text of `grown_blocks.py`."""
     file = GeneratedFile("place", "put_blocks", "grow")
-    exporter = Exporter(file)
+    exporter, places = Exporter(file), Places(file)
     innermost = sorted(growths, key=lambda growth: -growth.slot_id.count("."))
     entries = tuple((f"{json.dumps(growth.slot_id)}: ", growth.construct(exporter)) for growth in innermost)
+    behind = [(growth.slot_id, *places.behind(host.get_submodule(growth.slot_id))) for growth in innermost]
+    pairs = tuple((f"{json.dumps(slot_id)}: ", f"({child}, {factory})") for slot_id, child, factory in behind)
     header = _header(BLOCKS_HEADER, host, type(host).__name__, growths)
-    return file.text(header, BLOCKS.replace("{blocks}", render(Call("{", entries, "}"), 4, 32)))
+    blocks = BLOCKS.replace("{blocks}", render(Call("{", entries, "}"), 4, 32))
+    return file.text(header, PLACE, blocks.replace("{places}", render(Call("{", pairs, "}"), 4, 64)))
 
 
 def bare_copy(body: Body) -> nn.Module:
