@@ -61,7 +61,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataL
         [len(part._forward_hooks) for part in model.modules()],
         [p._version for p in model.parameters()],
         torch.get_rng_state(),
-        [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
+        repr(np.random.get_state()),
         random.getstate(),
         loader.generator.get_state(),
     ]
@@ -116,6 +116,7 @@ def test_training_goes_on_as_if_nobody_had_asked() -> None:
 
 def test_first_order_worth_is_the_gradient_of_the_scale() -> None:
     """By hand: a seed with a scale of its own at zero, in the model, and autograd."""
+    model: Any
     model, _, grower = make(model=MLP())
     batches = [tuple(part[at : at + 50] for part in DATA) for at in (0, 50)]
     suggestions = grower.suggest(batches, 0, minibatches=2)
