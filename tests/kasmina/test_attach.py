@@ -185,8 +185,8 @@ def test_a_checkpoint_restores_an_attached_host(case: Case, tmp_path: Path) -> N
 
 def test_a_channels_last_host_grows_a_norm() -> None:
     """The shadow row detaches the stream, and torch's group norm would crash in its backward pass without a copy."""
-    host = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-    x = torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    host = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 4))
+    x = torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
     model = attach(host, {"1": 8}, example=x)
     model.germinate_seed("1", "norm")
     model.advance("1")
