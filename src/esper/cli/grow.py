@@ -102,8 +102,9 @@ def step_line(record: GrowthRecord, steps: int) -> str:
 def report(growth: TaskGrowth, result: Json, console: Console) -> None:
     """Print what was kept, the scores on test data, and where the files are."""
     seeds = ", ".join(f"{each['blueprint']} behind {each['slot']} ({each['parameters']:,})" for each in result["kept"])
+    dropped = len(result["dropped"])
     lines = [
-        f"kept {seeds or 'no seed'}; dropped {len(result['dropped'])}",
+        f"kept {seeds or 'no seed'}" + (f"; dropped {dropped} at the end" if dropped else ""),
         f"test data: {_scores(result['test'])}, {result['parameters']:,} parameters",
     ]
     if (control := result["control"]) is not None:

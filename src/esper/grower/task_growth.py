@@ -25,7 +25,7 @@ from esper.grower.grower import Grower
 from esper.grower.policies import check_policy
 from esper.grower.records import GrowthRecord
 from esper.grower.scoring import eval_mode
-from esper.kasmina import MorphogeneticModel
+from esper.kasmina import Host, MorphogeneticModel
 from esper.kasmina.compare import CHUNK, cross_entropy
 from esper.kasmina.layers import count_parameters
 from esper.kasmina.training_checkpoints import join_state, split_state
@@ -69,11 +69,15 @@ class GrowthSettings:
         check_device(self.device)
 
 
+def plain(task: Task, host: Host, folder: Path | None = None) -> nn.Module:
+    """A host as plain PyTorch, perhaps also written to a folder."""
+    return MorphogeneticModel(host, task.slot_ids).harden(folder)
+
+
 class Learner:
     """One network in training: the task's optimiser, its schedule, and its clipping."""
 
-    def __init__(self, task: Task, batches: Batches, settings: GrowthSettings, folder: Path | None = None) -> None:
-        """The host of a seed as plain PyTorch, also written to the folder."""
+    def __init__(self, task: Task, batches: Batches, settings: GrowthSettings) -> None:
         self.task, self.batches, self.settings = task, batches, settings
         host = task.make_host(settings.seed).to(settings.device)
         self.slots = {
@@ -81,7 +85,7 @@ class Learner:
             for slot_id in task.slot_ids
             if float(host.conductance[index := host.slot_index(slot_id)]) > 0  # elsewhere no seed reaches the output
         }
-        self.model = MorphogeneticModel(host, task.slot_ids).harden(folder).train()
+        self.model = plain(task, host).train()
         self.parameters = count_parameters(self.model)
         self.optimizer = make_optimizer(task.optimiser)(self.model.parameters())
         self._order = derive_seed(settings.seed, "data")
@@ -153,6 +157,7 @@ class TaskGrowth:
         self.step = 0
         with eval_mode(self.grown.model), torch.no_grad():  # chooses the slots and begins the log
             self.grown.model(self.validation[0][0][:2])
+        plain(self.task, self.task.make_host(settings.seed), folder / HOST)
         self.save()
 
     @classmethod
@@ -175,7 +180,7 @@ class TaskGrowth:
     def _build(self, settings: GrowthSettings, folder: Path, data_dir: Path | None) -> None:
         self.settings, self.folder, self.task = settings, folder, get_task(settings.task)
         batches = self.task.load_batches(data_dir, settings.device)
-        self.grown = Learner(self.task, batches, settings, folder / HOST)
+        self.grown = Learner(self.task, batches, settings)
         self.learners = {"grown": self.grown}
         if settings.control:
             self.learners["control"] = Learner(self.task, batches, settings)
