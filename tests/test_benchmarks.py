@@ -66,6 +66,7 @@ def test_help(
         ("loop_profile", ["--task", "digits_blind", "--hosts", "4", "--episodes", "1", "--minibatches", "1"]),
         ("plan_table", ["--task", "digits_varied", "--slots", "r1c0", "--kinds", "none", "1n-3w-3w", "--hosts", "2"]),
         ("sensing", ["--task", "digits_varied", "--hosts", "3", "--minibatches", "1"]),
+        ("suggest", ["--cases", "digits", "--seeds", "1", "--epochs", "2", "--trial", "2", "--minibatches", "2"]),
         ("transfer", ["--tasks", "digits_blind_two_slots", "--hosts", "2"]),
     ],
 )

@@ -181,3 +181,16 @@ def test_a_checkpoint_restores_an_attached_host(case: Case, tmp_path: Path) -> N
     assert loaded.reports() == model.reports()
     losses = [m.losses(*case.data())[case.second].item() for m in (model, loaded)]
     assert losses[0] == losses[1]
+
+
+def test_a_channels_last_host_grows_a_norm() -> None:
+    """The shadow row detaches the stream, and torch's group norm would crash in its backward pass without a copy."""
+    host = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 4))
+    x = torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    model = attach(host, {"1": 8}, example=x)
+    model.germinate_seed("1", "norm")
+    model.advance("1")
+    losses = model.losses(x, torch.arange(4))
+    sum(losses.values(), torch.zeros(())).backward()
+    seed = model.seed_slots["1"]
+    assert all(parameter.grad is not None for parameter in seed.parameters())

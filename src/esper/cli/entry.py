@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": "Train a small controller and compare it with rules.",
     "tasks": "List the tasks, with the gain of the best seed per slot.",
     "train": "Train a controller on fresh hosts.",
+    "grow": "Train and grow one host of a task.",
     "tune": "Search a fixed plan or the heuristic's thresholds.",
     "evaluate": "Compare policies on unseen hosts.",
     "offline": "Record policies, imitate records, learn from their rewards.",

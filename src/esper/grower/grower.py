@@ -38,6 +38,8 @@ from esper.grower.records import GrowthRecord, GrowthReport
 from esper.grower.rules import LEAST_STEPS
 from esper.grower.run_log import RunLog, policy_name
 from esper.grower.scoring import EXAMPLE, Batch, Forward, InputTap, Loss, Scorer
+from esper.grower.suggestion_table import Suggestions
+from esper.grower.suggestions import SuggestionPlan, make_suggestions, read_batches, run_once, untouched
 from esper.kasmina.attach import check_model
 from esper.kasmina.compare import RowScore
 from esper.kasmina.lifecycle import LifecycleConfig
@@ -335,6 +337,32 @@ class Grower:
     def report(self) -> GrowthReport:
         """The slots with their seeds, and what could be germinated."""
         return self._ready().report()
+
+    def suggest(
+        self,
+        loader: Iterable[Batch],
+        trial: int = 20,
+        *,
+        minibatches: int = 8,
+        top: int | None = None,
+        rate: float | None = None,
+        ranks: bool = True,
+    ) -> Suggestions:
+        """What each blueprint would be worth in each empty slot, and how much rank each linear layer deserves.
+
+        First-order worths come from `minibatches` of the loader. Then each newborn is trained alone for `trial` more,
+        behind a host that stands still; with `top`, only those with the largest first-order worth. `rate` replaces the
+        learning rate that seeds have now, which a warm-up may keep tiny. `ranks=False` omits `rank_pattern`, which
+        needs memory for two gradients of all linear layers. The model, its optimizer and random streams do not change.
+        """
+        if self._finished:
+            raise StageError("growth is finished: build a new Grower to ask for suggestions")
+        plan = SuggestionPlan(trial, minibatches, top, rate, ranks)
+        with torch.inference_mode(False), untouched(self._host, loader):
+            batches = read_batches(loader, plan)
+            if self._decider is None:
+                run_once(self._host, self._scorer, batches[0])
+            return make_suggestions(self._ready(), batches, plan)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the model's own state dict also holds: the structure and the policy's state."""

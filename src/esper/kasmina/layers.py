@@ -344,6 +344,8 @@ class GroupNorm(_AffineNorm):
         if is_lone_small(x):
             return lone(self._small(x[None], self.weight[None], self.bias[None]))
         if self.weight.dim() == 1:
+            if torch.is_grad_enabled() and not x.requires_grad and not x.is_contiguous():
+                x = x.contiguous()  # torch 2.13 crashes in the backward pass of channels-last input without gradient
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         if is_small(x):
             return self._small(x, self.weight, self.bias)
