@@ -1,0 +1,1 @@
+"""Esper in other people's tools: one module per package, which imports that package."""
