@@ -336,6 +336,11 @@ class Grower:
         """The slots with their seeds, and what could be germinated."""
         return self._ready().report()
 
+    @property
+    def finished(self) -> bool:
+        """Whether growth has ended."""
+        return self._finished
+
     def state_dict(self) -> dict[str, Tensor]:
         """What the model's own state dict also holds: the structure and the policy's state."""
         return {"structure": self._slots.get_extra_state()}
