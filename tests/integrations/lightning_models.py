@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from esper.integrations.lightning import GrowCallback
 
-EPOCHS = 8
+EPOCHS = 5
+CUT = 3
 
 
 class Shuffled(torch.utils.data.Sampler[int]):
@@ -38,20 +39,18 @@ def data() -> tuple[Dataset[Any], Dataset[Any]]:
     return TensorDataset(images[:300], labels[:300]), TensorDataset(images[300:], labels[300:])
 
 
-def loaders(sampler: bool = True) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Loaders as users pass them to fit()."""
     train, val = data()
-    order = Shuffled(300) if sampler else None
-    return DataLoader(train, batch_size=50, sampler=order), DataLoader(val, batch_size=100)
+    return DataLoader(train, batch_size=50, sampler=Shuffled(300)), DataLoader(val, batch_size=100)
 
 
 class Digits(pl.LightningModule):
     """Classifies digits; holds its network as `self.model`."""
 
-    def __init__(self, scheduler: bool = True) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
-        self.model = BlindCNN()
-        self.scheduler = scheduler
+        self.model: Any = BlindCNN() if model is None else model  # with the children of either
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         """Cross-entropy."""
@@ -70,15 +69,8 @@ class Digits(pl.LightningModule):
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": 1e-3}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-        if not self.scheduler:
-            return optimizer
+        optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS, eta_min=1e-3)]
-
-
-def plain(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of a state dict."""
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def trainer(folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:  # Any: options of Lightning
@@ -88,6 +80,7 @@ def trainer(folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer
     )
     settings: dict[str, Any] = {
         "max_epochs": EPOCHS,
+        "log_every_n_steps": 1,
         "accelerator": "cpu",
         "devices": 1,
         "logger": False,
@@ -103,3 +96,15 @@ def grow(**options: Any) -> GrowCallback:
     """The callback of these tests."""
     settings: dict[str, Any] = {"budget": 3000, "finish": False, **options}
     return GrowCallback(**settings)
+
+
+class Stop(pl.Callback):
+    """Raises in the middle of an epoch, as a crash would."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        """Two batches of the epoch were trained."""
+        if trainer.current_epoch == self.epoch and trainer.global_step % 6 == 2:
+            raise RuntimeError("stopped")

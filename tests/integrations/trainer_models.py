@@ -1,16 +1,19 @@
 """A small GPT-2 on text, its Trainer, and a run that can be cut."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from esper.integrations.transformers import GrowCallback
 
 TEXT = Path(__file__).read_bytes()
 LENGTH = 16
-EPOCHS = 8
+EPOCHS = 5
+CUT = 3
 
 
 def samples(first: int, last: int) -> list[dict[str, torch.Tensor]]:
@@ -35,8 +38,16 @@ def gpt() -> GPT2LMHeadModel:
     )  # fmt: skip
 
 
-def trainer(folder: Path, *callbacks: TrainerCallback, model: Any = None, **options: Any) -> Trainer:
-    """A quiet Trainer on the CPU that evaluates and saves every epoch. (Any: a model, and options of transformers)"""
+def trainer(
+    folder: Path,
+    *callbacks: TrainerCallback,
+    kind: type[Trainer] = Trainer,
+    model: nn.Module | None = None,
+    model_init: Callable[..., PreTrainedModel] | None = None,
+    data: Callable[[int, int], list[dict[str, torch.Tensor]]] = samples,
+    **options: Any,
+) -> Trainer:
+    """A quiet Trainer on the CPU that evaluates and saves every epoch. (Any: options of transformers)"""
     settings: dict[str, Any] = {
         "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": 8,
@@ -52,11 +63,12 @@ def trainer(folder: Path, *callbacks: TrainerCallback, model: Any = None, **opti
         "seed": 3,
         **options,
     }
-    return Trainer(
-        model=gpt() if model is None else model,
+    return kind(
+        model=gpt() if model is None and model_init is None else model,
+        model_init=model_init,
         args=TrainingArguments(output_dir=str(folder), **settings),
-        train_dataset=samples(0, 48),
-        eval_dataset=samples(48, 72),
+        train_dataset=data(0, 48),
+        eval_dataset=data(48, 72),
         callbacks=list(callbacks),
     )
 
@@ -67,3 +79,15 @@ def grow(trained: Trainer, **options: Any) -> GrowCallback:
     callback = GrowCallback(trained, **settings)
     trained.add_callback(callback)
     return callback
+
+
+class Stop(TrainerCallback):
+    """Raises in the middle of an epoch, as a crash would."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # Any: as the Trainer calls
+        """A third of the epoch was trained."""
+        if state.epoch > self.epoch + 0.3:
+            raise RuntimeError("stopped")

@@ -1,10 +1,10 @@
 """Growth in Lightning: `Trainer(callbacks=[GrowCallback(budget=50_000)])`.
 
-    setup             empty slots wait in the model, so that it takes the checkpoint of a run that grew
-    on_load           seeds that were loaded are hidden until configure_optimizers has run, as it did the first time
-    on_fit_start      the Grower adopts the slots; after that Lightning restores the optimizers
-    on_validation_end a growth step, after averaged weights were swapped back and before ModelCheckpoint saves
-    on_train_end      growth ends, and the model is plain PyTorch again
+setup             empty slots wait in the model, so that it takes the checkpoint of a run that grew
+on_load           seeds that were loaded are hidden until configure_optimizers has run, as it did the first time
+on_fit_start      the Grower adopts the slots; after that Lightning restores the optimizers
+on_validation_end a growth step, after averaged weights were swapped back and before ModelCheckpoint saves
+on_train_end      growth ends, and the model is plain PyTorch again
 """
 
 import itertools
@@ -185,7 +185,9 @@ class GrowCallback(pl.Callback):
         if self.finish == "best":
             path = getattr(trainer.checkpoint_callback, "best_model_path", "")
             if not path:
-                raise BadValueError('finish="best" needs a ModelCheckpoint that has saved: add one, or pass finish=True')
+                raise BadValueError(
+                    'finish="best" needs a ModelCheckpoint that has saved: add one, or pass finish=True'
+                )
             best = torch.load(path, map_location=trainer.strategy.root_device, weights_only=True)
             pl_module.load_state_dict(best["state_dict"])
         assert self._waiting is not None
@@ -205,9 +207,7 @@ class GrowCallback(pl.Callback):
 
 def find_host(pl_module: pl.LightningModule, name: str | None) -> nn.Module:
     """The module that grows."""
-    children = {
-        name: child for name, child in pl_module.named_children() if next(child.parameters(), None) is not None
-    }
+    children = {name: child for name, child in pl_module.named_children() if next(child.parameters(), None) is not None}
     if name is not None:
         try:
             return pl_module.get_submodule(name)

@@ -5,7 +5,7 @@ between. So the callback puts waiting slots into the model at once, which take t
 part of `trainer.create_optimizer`. A step follows each evaluation, before the Trainer saves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Unpack
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from esper.grower import Grower, GrowthRecord, expect_seeds, hidden_seeds
-from esper.grower import ranks
+from esper.grower import Grower, GrowthRecord, expect_seeds, hidden_seeds, ranks
+from esper.grower.container import CHILD
 from esper.grower.scoring import Batch, Loss
 from esper.integrations.growth import GrowerOptions, metrics_of, shape_of
 from esper.kasmina.compare import IGNORED
@@ -30,6 +30,7 @@ SHIFTED = ("ForCausalLM", "ForConditionalGeneration", None)
 """Loss types whose labels are the next tokens; None is what transformers treats so"""
 IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
 PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification", "ForAudioClassification")
+SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 REMEDY = "pass loss=, a function of (output, batch) that returns one value per sample or token"
 
 
@@ -58,17 +59,18 @@ class GrowCallback(transformers.TrainerCallback):
                 f"trainer is a {type(trainer).__name__}; build the Trainer first, then "
                 "trainer.add_callback(GrowCallback(trainer, budget=...))"
             )
-        _check_trainer(trainer)
+        host = _check_trainer(trainer)
         self.every, self.finish, self.options = every, finish, options
-        self.loss = options["loss"] if "loss" in options else default_loss(trainer.model)
+        self.loss = options["loss"] if "loss" in options else default_loss(host)
         self.grower: Grower | None = None
         """Exists once `train` has created the optimizer"""
         self.record: GrowthRecord | None = None
         """Of the last step"""
-        self._trainer, self._grown_at = trainer, 0
-        expect_seeds(trainer.model)
+        self._trainer, self._host, self._grown_at = trainer, host, 0
+        expect_seeds(host)
         # Not a subclass, so that a user's own Trainer with its own create_optimizer is followed too.
-        trainer.create_optimizer = partial(self._create_optimizer, trainer.create_optimizer)
+        create = partial(self._create_optimizer, trainer.create_optimizer)
+        trainer.create_optimizer = create  # type: ignore[method-assign]  # of this one object
 
     # -- beginning and resuming ---------------------------------------------------------------------------------------
 
@@ -77,21 +79,19 @@ class GrowCallback(transformers.TrainerCallback):
         if self.grower is not None:
             optimizer: Optimizer = create(*args)
             return optimizer
-        host = self._trainer.model
-        with hidden_seeds(host):
+        if self._trainer.model is not self._host:
+            raise BadValueError(
+                "the Trainer trains another model than the callback was built for: build Trainer and callback anew"
+            )
+        if self not in self._trainer.callback_handler.callbacks:
+            raise BadValueError("the Trainer does not call this GrowCallback: trainer.add_callback(callback)")
+        with hidden_seeds(self._host):
             optimizer = create(*args)
         options: dict[str, Any] = {**self.options, "loss": self.loss}
         if "steps" not in options and (steps := expected_evaluations(self._trainer)) is not None:
             options["steps"] = max(1, steps // self.every)
-        self.grower = Grower(host, optimizer, **options)
+        self.grower = Grower(self._host, optimizer, **options)
         return optimizer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # Any: as the Trainer calls
-        """Refuse a model that is not the one which waits for seeds."""
-        if self.grower is None or self._trainer.model is not self.grower.model:
-            raise BadValueError(
-                "the Trainer trains another model than the callback was built for: build Trainer and callback anew"
-            )
 
     # -- growing ------------------------------------------------------------------------------------------------------
 
@@ -129,12 +129,13 @@ class GrowCallback(transformers.TrainerCallback):
             self.grower.finish(None if loader is None else list(map(self._trainer._prepare_inputs, loader)))
 
 
-def _check_trainer(trainer: transformers.Trainer) -> None:
-    """Raise for a Trainer whose model cannot grow."""
-    if trainer.model_init is not None:
+def _check_trainer(trainer: transformers.Trainer) -> nn.Module:
+    """The model of a Trainer that can grow it."""
+    model = trainer.model
+    if not isinstance(model, nn.Module) or getattr(trainer, "model_init", None) is not None:
         raise BadValueError("model_init builds a new model in every train(), without slots: pass the Trainer model=")
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise BadValueError("FSDP and DeepSpeed shard the parameters, so a seed cannot join them: use DDP")
+    if (kind := trainer.accelerator.distributed_type.name) in SHARDED:
+        raise BadValueError(f"{kind} shards the parameters, so a seed cannot join them: use DDP")
     if trainer.args.n_gpu > 1:
         raise BadValueError(
             f"the Trainer would use nn.DataParallel on {trainer.args.n_gpu} GPUs, which copies the model for every "
@@ -142,6 +143,9 @@ def _check_trainer(trainer: transformers.Trainer) -> None:
         )
     if trainer.eval_dataset is None:
         raise BadValueError("growth is judged on evaluation data, and there is none: pass the Trainer eval_dataset=")
+    if hasattr(model, CHILD):
+        raise BadValueError("the model has slots already: give a Trainer one GrowCallback, and a model one Trainer")
+    return model
 
 
 def evaluations_until(args: transformers.TrainingArguments, state: transformers.TrainerState) -> float:
@@ -199,7 +203,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _logits_and_labels(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    logits, labels = getattr(output, "logits", None), batch.get("labels") if hasattr(batch, "get") else None
+    logits = getattr(output, "logits", None)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
         raise BadValueError(
             f"the output has logits {shape_of(logits)} and the batch labels {shape_of(labels)}, two tensors are "
