@@ -73,6 +73,19 @@ class Digits(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS, eta_min=1e-3)]
 
 
+class Whole(Digits):
+    """Defines `forward`, so that it grows as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        scores: Tensor = self.model(x)
+        return scores
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        """Through `forward`."""
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
 def trainer(folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:  # Any: options of Lightning
     """A quiet trainer on the CPU that checkpoints every epoch."""
     saving = pl.callbacks.ModelCheckpoint(

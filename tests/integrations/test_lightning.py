@@ -232,3 +232,30 @@ def test_a_loss_that_does_not_fit(tmp_path: Path) -> None:
         trainer(tmp_path, grow()).fit(Regression(), pairs, pairs)
     with pytest.raises(BadValueError, match=r"loss\(\) returned shape \(\); return one floating-point value per"):
         trainer(tmp_path, grow(loss=lambda output, batch: F.mse_loss(output, batch[1]))).fit(Regression(), pairs, pairs)
+
+
+@pytest.mark.slow
+def test_averaged_weights_follow_and_resume(tmp_path: Path) -> None:
+    """Lightning's averaging callback, built before ours and after it, gets the seeds and resumes to the bit."""
+
+    def run(folder: Path, first: bool, stop: int | None = None, ckpt: str | None = None) -> Digits:
+        torch.manual_seed(0)
+        module, callbacks = Digits(), [pl.callbacks.EMAWeightAveraging(decay=0.8), grow()]
+        stopping: list[pl.Callback] = [] if stop is None else [Stop(stop)]
+        fitting = trainer(folder, *(callbacks if first else callbacks[::-1]), *stopping)
+        if stop is None:
+            fitting.fit(module, *loaders(), ckpt_path=ckpt)
+        else:
+            with pytest.raises(RuntimeError, match="stopped"):
+                fitting.fit(module, *loaders())
+        return module
+
+    for first in (True, False):
+        whole = run(tmp_path / f"whole {first}", first)
+        run(tmp_path / f"cut {first}", first, stop=CUT)
+        resumed = run(tmp_path / f"cut {first}", first, ckpt=str(tmp_path / f"cut {first}" / "last.ckpt"))
+        wanted, found = whole.state_dict(), resumed.state_dict()
+        assert any(f"{CHILD}.stage" in name for name in wanted)
+        assert equal(wanted.items(), found.items())
+        saved = torch.load(tmp_path / f"whole {first}" / "last.ckpt", weights_only=True)
+        assert saved["state_dict"].keys() == saved["current_model_state"].keys()
