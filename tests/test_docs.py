@@ -59,7 +59,17 @@ def name_of(page: Path) -> str:
 
 
 COMMANDS = sorted({tuple(words) for page in PAGES for words in commands_of(page)})
-WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+SLOW = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own, with torch 2.13
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
+"""Marks of pages that train with Lightning."""
+WITH_PYTHON = [
+    pytest.param(page, marks=SLOW if page.name == "integrations.md" else ())
+    for page in PAGES
+    if any(block.language == "python" for block in blocks_of(page))
+]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ BELOW = {
     "nissa": {"leyline", "storage"},
     "simic": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa"},
     "karn": {"leyline", "storage", "nissa"},
-    "integrations": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config"},
+    "integrations": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic", "config", "grower"},
     "grower": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
     "config": {"leyline", "storage", "kasmina", "tolaria", "tamiyo", "nissa", "simic"},
     "__main__": {"cli"},

@@ -2,5 +2,6 @@
 
 from esper.grower.grower import Grower
 from esper.grower.records import Action, GrowthRecord, GrowthReport, Offer
+from esper.grower.waiting import expect_seeds, hidden_seeds
 
-__all__ = ["Action", "Grower", "GrowthRecord", "GrowthReport", "Offer"]
+__all__ = ["Action", "Grower", "GrowthRecord", "GrowthReport", "Offer", "expect_seeds", "hidden_seeds"]

@@ -56,15 +56,17 @@ def adopt_earlier(slots: ModelSlots) -> None:
     """Give slots to the averaged copies that were made before the model had any; their weights are still the same."""
     host = slots.host
     own = host.state_dict()
-    for each in averaged_models():
-        theirs = {} if hasattr(each.module, CHILD) else each.module.state_dict()
-        if type(each.module) is type(host) and _equal(own, theirs):
-            each.module.add_module(CHILD, copy.deepcopy(slots, {id(host): each.module}))
+    for each in averaged_models():  # of the model, or of a larger one that contains it
+        alike = (part for part in each.module.modules() if type(part) is type(host) and not hasattr(part, CHILD))
+        twin = next((part for part in alike if _equal(own, part.state_dict())), None)
+        if twin is not None:
+            twin.add_module(CHILD, copy.deepcopy(slots, {id(host): twin}))
 
 
 def averaged_twins(slots: ModelSlots) -> list[ModelSlots]:
     """The slots of the averaged copies of this model."""
-    present = {getattr(each.module, CHILD, None) for each in averaged_models()} if slots.copies else set()
+    averaged = averaged_models() if slots.copies else []
+    present = {part for each in averaged for part in each.module.modules() if isinstance(part, ModelSlots)}
     return [twin for twin in slots.copies if twin in present]
 
 

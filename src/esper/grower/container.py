@@ -57,6 +57,8 @@ class ModelSlots(nn.Module):
         """What the grower must remember, as JSON"""
         self.on_change: Callable[[], None] | None = None
         """Called when a state dict has changed the seeds"""
+        self.waiting = False
+        """Whether a Grower may still adopt these slots"""
         self.copies = weakref.WeakSet[ModelSlots]()
         """Slots of copies of the model, which a birth or death here does not reach"""
 
@@ -95,7 +97,7 @@ class ModelSlots(nn.Module):
         twin = ModelSlots.__new__(ModelSlots)
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        twin.on_change, twin.copies = None, weakref.WeakSet()
+        twin.on_change, twin.waiting, twin.copies = None, False, weakref.WeakSet()
         self.copies.add(twin)
         return twin
 
@@ -106,7 +108,7 @@ class ModelSlots(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self.on_change, self.copies = None, weakref.WeakSet()
+        self.on_change, self.waiting, self.copies = None, False, weakref.WeakSet()
 
     def remove(self) -> None:
         """Remove the slots, their hooks and this child from the host."""
@@ -118,6 +120,11 @@ class ModelSlots(nn.Module):
         delattr(self.host, CHILD)
 
     # -- state dict ---------------------------------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, strict: bool, *found: Any) -> None:
+        """A model that has not run yet also takes a state dict from before growth. (Any: as torch calls it.)"""
+        fresh = not any(self.items()) and f"{prefix}_extra_state" not in state
+        super()._load_from_state_dict(state, prefix, metadata, strict and not fresh, *found)
 
     def get_extra_state(self) -> Tensor:
         """The structure as bytes."""

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from esper.grower import ranks
-from esper.grower.averages import adopt_earlier
-from esper.grower.container import CHILD, ModelSlots
+from esper.grower.container import CHILD
 from esper.grower.decisions import Decider
 from esper.grower.finishing import build_in, choose_seeds, write_finished
 from esper.grower.growing_model import GrowingModel
@@ -40,7 +39,7 @@ from esper.grower.run_log import RunLog, policy_name
 from esper.grower.scoring import EXAMPLE, Batch, Forward, InputTap, Loss, Scorer
 from esper.grower.suggestion_table import Suggestions
 from esper.grower.suggestions import SuggestionPlan, make_suggestions, read_batches, run_once, untouched
-from esper.kasmina.attach import check_model
+from esper.grower.waiting import check_waiting, waiting_slots
 from esper.kasmina.compare import RowScore
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
@@ -95,9 +94,7 @@ class Grower:
             )
         check_policy(policy)
         host = ranks.unwrap(model)
-        check_model(host)
-        if hasattr(host, CHILD):
-            raise BadValueError("the model has a Grower already: finish() that one first, or build the model anew")
+        check_waiting(host)
         self.model, self.optimizer, self.budget, self.rng_seed = model, optimizer, budget, rng_seed
         self.steps = steps if steps is not None else UNKNOWN_STEPS
         self._steps_given = steps is not None
@@ -107,14 +104,13 @@ class Grower:
         self._log = None if folder is None else RunLog(Path(folder))
         self._membership = Membership(optimizer, host, seed_options, scheduler)
         self._seed_options = None if seed_options is None else dict(seed_options)
-        self._slots = ModelSlots(host)
-        self._slots.on_change = self._loaded
-        adopt_earlier(self._slots)
-        host.add_module(CHILD, self._slots)
+        self._slots = waiting_slots(host)
+        self._slots.on_change, self._slots.waiting = self._loaded, False
         self._tap = InputTap(on_first=self._begin)
         self._tap_handle = host.register_forward_pre_hook(self._tap, with_kwargs=True)
         self._decider: Decider | None = None
         self._finished = False
+        self._loaded()  # if the slots have waited, with seeds from a state dict
 
     # -- the first forward pass ---------------------------------------------------------------------------------------
 
@@ -214,6 +210,10 @@ class Grower:
             "rng_seed": self.rng_seed,
             "seed_options": encode(self._seed_options),
         }
+
+    def ignore_calls(self, redirected: Callable[[], bool]) -> None:
+        """Overlook forward passes while `redirected()` holds, because their arguments are another method's."""
+        self._tap.redirected = redirected
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -363,6 +363,11 @@ class Grower:
             if self._decider is None:
                 run_once(self._host, self._scorer, batches[0])
             return make_suggestions(self._ready(), batches, plan)
+
+    @property
+    def finished(self) -> bool:
+        """Whether growth has ended."""
+        return self._finished
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the model's own state dict also holds: the structure and the policy's state."""

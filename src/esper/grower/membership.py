@@ -15,10 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from esper.grower.container import CHILD
 from esper.grower.schedulers import add_group
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_known, require_positive
 
+WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
 SHARDED = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 
@@ -32,6 +34,7 @@ class Membership:
         seed_options: Mapping[str, Any] | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     ) -> None:
+        optimizer = _unwrap(optimizer)
         _check_optimizer(optimizer, host)
         if seed_options is None and scheduler is not None:
             raise BadValueError("scheduler= is needed only with seed_options=: omit it, schedulers work unchanged")
@@ -42,7 +45,8 @@ class Membership:
             _check_options(optimizer, seed_options)
             self._seeds = len(optimizer.param_groups)
             add_group(optimizer, seed_options, _as_list(scheduler))
-        self._own = [list(group["params"]) for group in optimizer.param_groups]
+        seeds = {id(p) for p in getattr(host, CHILD, nn.Module()).parameters()}  # it may have been built from all
+        self._own = [[p for p in group["params"] if id(p) not in seeds] for group in optimizer.param_groups]
         """The user's own parameters by group; seeds stand behind them, in the order of their slots"""
         self._own_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
         """Their names, if the optimizer was built from `named_parameters()`"""
@@ -111,6 +115,15 @@ class Membership:
         self._own_names = [list(group.get("param_names", ())) for group in self.optimizer.param_groups]
         for hook in self._hooks:
             hook.remove()
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside the wrappers of Accelerate and Lightning, which have no hooks of their own."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in WRAPPERS:
+            inner: Optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # of these wrappers
+            return inner
+    return optimizer
 
 
 def _check_optimizer(optimizer: object, host: nn.Module) -> None:

@@ -127,10 +127,12 @@ class InputTap:
         self.on_training: Callable[[], None] | None = None
         """Called once, before the next training pass"""
         self.active = True
+        self.redirected: Callable[[], bool] = bool
+        """Whether `forward` stands for another method at the moment, so that its arguments are not the model's"""
         self._compiled: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.active:
+        if not self.active or self.redirected():
             return
         if self.on_first is not None:
             self.active = False  # the first pass is traced, which runs the model
