@@ -229,11 +229,11 @@ class LoadedAdapter:
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path) -> LoadedAdapter:
     """Let an adapter act in its base model. If it is that of another model, nothing changes."""
-    check_model(model)
-    if hasattr(model, CHILD):
+    if isinstance(model, nn.Module) and hasattr(model, CHILD):
         raise BadValueError(
             "the model has a Grower or an adapter already: finish(), merge() or remove() that one first"
         )
+    check_model(model)
     content, tensors = read_adapter(folder)
     _check_base(model, content, folder)
     own = base_tensors(model)

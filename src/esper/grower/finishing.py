@@ -96,8 +96,8 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
         unfold(unfolded)
         raise FinishError(
             f"the finished model differs from the grown one by {difference:.2g}: one of the submodules "
-            f"{', '.join((*keep, *folded))} runs its children in its own way; put the slot behind another one, or drop= "
-            "its seed"
+            f"{', '.join((*keep, *folded))} runs its children in its own way; put the slot behind another one, or "
+            "drop= its seed"
         )
     averages = averaged_twins(slots)
     slots.remove()

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from esper.grower.container import ModelSlots
 from esper.grower.scoring import eval_mode
-from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.slot import Role, SeedSlot
 from esper.leyline import BadValueError, EsperError
 
@@ -23,19 +22,9 @@ Undo = list[tuple[Tensor, Tensor]]
 """Parameters and their values before"""
 
 
-@torch.no_grad()
-def folded_values(slot: SeedSlot) -> dict[str, Tensor] | None:
-    """New values of the parameters of the submodule in front; None if the seed cannot be folded."""
-    state, base, seed = slot.state, slot.base, slot.seed
-    if state.blueprint is None or base is None or seed is None or state.style != "add":
-        return None
-    folding = BlueprintRegistry.spec(slot.spec.topology, state.blueprint).folding
-    return None if folding is None else folding.fold(base, seed, state.alpha)
-
-
 def can_fold(slot: SeedSlot) -> bool:
     """Whether the seed can be folded."""
-    return folded_values(slot) is not None
+    return slot.folded() is not None
 
 
 def refuse_unfoldable(slots: ModelSlots, kept: Iterable[str]) -> None:
@@ -54,7 +43,7 @@ def fold(slots: ModelSlots, kept: Iterable[str]) -> Undo:
     undo: Undo = []
     for slot_id in kept:
         slot = slots[slot_id]
-        values = folded_values(slot)
+        values = slot.folded()
         assert values is not None and slot.base is not None
         for name, value in values.items():
             parameter = slot.base.get_parameter(name)

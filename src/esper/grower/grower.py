@@ -149,7 +149,9 @@ class Grower:
                 f"budget {self.budget:,} is too small: the smallest seed that fits has {cheapest:,} parameters"
             )
         self._slots.install(streams)
-        self._start(stages_of(places.blocks()) if frozen else ())
+        decider = self._start(stages_of(places.blocks()) if frozen else ())
+        if frozen:
+            self._slots.notes = decider.notes()  # which stages there are is known only now
         if log is not None:
             log.create(self._settings())
         if ranks.rank() == 0:

@@ -67,8 +67,9 @@ class Membership:
         near = [p for p in host.get_submodule(slot_id).parameters() if id(p) in group_of]
         if not near:  # behind an activation, say: the parameters that come before it
             near = [p for p in _parameters_before(host, slot_id) if id(p) in group_of]
-        if not near:  # in a frozen model, say: the parameters that do learn
-            near = [p for own in self._own for p in own if p.requires_grad] or self._own[0]
+        if not near and not any(p.requires_grad for p in host.get_submodule(slot_id).parameters()):
+            near = [p for own in self._own for p in own if p.requires_grad]  # of a frozen model: what learns
+        near = near or self._own[0]
         matrices = [group_of[id(p)] for p in near if p.dim() > 1]
         vectors = [group_of[id(p)] for p in near if p.dim() <= 1]
         weights = (matrices or vectors)[-1]

@@ -48,7 +48,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return type(batch)(to_device(value, device) for value in batch) if isinstance(batch, tuple | list) else batch
 
 
-TEMPERATURES = tuple(2 ** (exponent / 4) for exponent in range(-8, 13))
+TEMPERATURES = tuple(2 ** (exponent / 4) for exponent in range(-8, 17))
 """By which logits are divided when the temperature is fitted"""
 
 
@@ -277,16 +277,16 @@ def score_rows(
     The rows are the model (None), the model with each of `silenced`, each with its own statistics, and the model with
     the statistics of each of `trials`. With `grade`, the model and the trials are also scored at all temperatures.
     """
-    tried = dict[str | None, Statistics](trials or {})
-    rows: dict[str | None, Roles] = {**silenced}
+    tried = {} if trials is None else dict(trials)
+    rows = dict[str | None, Roles](silenced.items())
     norms = runner.norms()
     if silenced and norms:
         rows[None] = {}
     whole: list[Scores] = []
     with eval_mode(runner.host), torch.no_grad():
         statistics = {name: runner.calibrate(roles, norms) for name, roles in rows.items()}
-        rows |= {name: {} for name in tried}
-        statistics |= tried
+        for name, values in tried.items():
+            rows[name], statistics[name] = {}, values
         parts: dict[str | None, list[Scores]] = {name: [] for name in rows}
         for batch in batches:
             moved = to_device(batch, device)

@@ -41,7 +41,7 @@ class Alternation:
 
     def __init__(self, host: nn.Module, norms: Sequence[_NormBase]) -> None:
         self.norms = list(norms)
-        self.passes = 0
+        self.passes = 1  # the first one is under way
         self._own: list[dict[str, Tensor | None]] = []
         """Buffers of the norms while others stand in for them"""
         self._handles = [

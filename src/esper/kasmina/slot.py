@@ -90,12 +90,32 @@ class SeedSlot(nn.Module):
         if TOPOLOGY_OF_AXES.get(h.dim()) != spec.topology or h.shape[WIDTH_AXIS[spec.topology]] != spec.width:
             expected = f"{spec.topology} of width {spec.width}"
             raise HostMismatchError(f"slot {spec.slot_id!r} expects {expected}, not a tensor of shape {tuple(h.shape)}")
-        x = source if source is not None and getattr(self.seed, "reads_input", False) else h
+        x = self._read(h, source)
         if effect == "blend":
             # Under autocast the seed's scale is wider than the stream, which keeps its dtype.
             return blend(h, self.seed(x), self.alpha * conductance, self.state.style, self.gate).to(h.dtype)
         full = blend(h.detach(), self.seed(x.detach()), conductance, self.state.style, self.gate)
         return full if effect == "shadow" else straight_through(h, full)
+
+    def _read(self, h: Tensor, source: Tensor | None) -> Tensor:
+        """What the seed reads: the stream, or the input of the submodule in front."""
+        if not getattr(self.seed, "reads_input", False):
+            return h
+        if not isinstance(source, Tensor):
+            raise HostMismatchError(
+                f"the {self.state.blueprint} seed behind {self.state.slot_id!r} reads that submodule's input: pass it "
+                "as the first positional argument"
+            )
+        return source
+
+    @torch.no_grad()
+    def folded(self) -> dict[str, Tensor] | None:
+        """Values for the parameters of the submodule in front with the seed folded in; None if it cannot be folded."""
+        state, base = self.state, self.base
+        if state.blueprint is None or base is None or self.seed is None or state.style != "add":
+            return None
+        folding = BlueprintRegistry.spec(self.spec.topology, state.blueprint).folding
+        return None if folding is None else folding.fold(base, self.seed, state.alpha)
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The forward hook of the submodule in front of this slot."""

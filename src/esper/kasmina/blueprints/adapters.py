@@ -79,8 +79,10 @@ class LowRankUpdate(nn.Module):
     """up(down(x)) of the input x of the submodule in front. `up` is zero at birth."""
 
     reads_input = True
+    down: nn.Linear | nn.Conv2d
+    up: nn.Linear | nn.Conv2d
 
-    def __init__(self, down: nn.Module, up: nn.Linear | nn.Conv2d) -> None:
+    def __init__(self, down: nn.Linear | nn.Conv2d, up: nn.Linear | nn.Conv2d) -> None:
         super().__init__()
         self.down, self.up = down, up
         nn.init.zeros_(up.weight)
@@ -131,8 +133,10 @@ def _fold_low_rank(base: nn.Module, seed: nn.Module, alpha: float) -> Values | N
     """W + α · up · down, with the kernel of a convolution as part of the input axis."""
     if not isinstance(seed, LowRankUpdate) or not (_is_linear(base) or _is_convolution(base)):
         return None
-    up, down = (part.weight.flatten(1).float() for part in (seed.up, seed.down))
-    return {"weight": base.weight + alpha * (up @ down).view_as(base.weight).to(base.weight.dtype)}
+    weight = base.get_parameter("weight")
+    up, down = (part.get_parameter("weight").flatten(1) for part in (seed.up, seed.down))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return {"weight": (weight.to(wide) + alpha * (up.to(wide) @ down.to(wide)).view_as(weight)).to(weight.dtype)}
 
 
 def _offered(count: Callable[[nn.Module], int], kind: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
