@@ -285,8 +285,8 @@ def score_rows(
     whole: list[Scores] = []
     with eval_mode(runner.host), torch.no_grad():
         statistics = {name: runner.calibrate(roles, norms) for name, roles in rows.items()}
-        for name, values in tried.items():
-            rows[name], statistics[name] = {}, values
+        for trial, values in tried.items():
+            rows[trial], statistics[trial] = {}, values
         parts: dict[str | None, list[Scores]] = {name: [] for name in rows}
         for batch in batches:
             moved = to_device(batch, device)
