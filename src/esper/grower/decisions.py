@@ -258,6 +258,12 @@ class Decider:
             case _:
                 raise BadValueError(f"{action.op!r} is no action of a Grower: use germinate, fossilize or prune")
 
+    def release(self) -> None:
+        """Remove all hooks, at the end of growth."""
+        self.growing.release()
+        if self.choice is not None:
+            self.choice.close()
+
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def report(self) -> GrowthReport:

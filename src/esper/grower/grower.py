@@ -456,5 +456,5 @@ class Grower:
             self._log.close()
         self._membership.adopt()
         if self._decider is not None:
-            self._decider.growing.release()
+            self._decider.release()
         self._finished = True
