@@ -40,8 +40,8 @@ from esper.kasmina.blueprints import BlueprintRegistry
 from esper.leyline import BadValueError
 from esper.leyline.numbers import t_quantile
 
-RATES = (1e-3, 3e-3, 1e-2)
-FULL_RATES = (3e-4, 1e-3, 3e-3)
+RATES = (3e-3, 1e-2, 1e-3)  # a smaller sweep takes the first ones
+FULL_RATES = (1e-3, 3e-3, 3e-4)
 LORA = {
     "lora 1 all": (1, ""),
     "lora 4 all": (4, ""),

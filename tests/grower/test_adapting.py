@@ -120,7 +120,7 @@ def test_a_language_model() -> None:
             optimizer.step()
         records.append(grower.step(text_batches()))
     kinds = {action.blueprint for action in records[1].actions}
-    assert kinds == {"scale", "lora_linear_2"}
+    assert kinds == {"scale", "lora_linear_1", "lora_linear_2"}
     assert not any(action.slot in ("norm", "head", "embedding") for action in records[1].actions)
     assert (records[-1].loss or 9) < (records[1].loss or 0)
     tokens = text_batches()[0][0]
@@ -166,15 +166,19 @@ OFFERS = {
 
 
 def test_births_by_hand() -> None:
-    """Norms cost 96. Upgrades: the stem 43, 43; stage 1 320, then 640 − 320; stage 2 320, then 320."""
+    """Norms cost 96. Rank 1 costs 43, 320 and 320 for the stem and the stages, rank 2 as much again."""
     births = stage(12).births
     assert births(report(OFFERS, 40)) == {"stage1.norm": "affine"}
     assert births(report(OFFERS, 96 + 85)) == {
         **{"stage1.norm": "affine", "stage2.norm": "affine"},
         "stem": "lora_conv_1",
     }
-    ranks = {"stage1.a": "lora_conv_1", "stage1.b": "lora_conv_1"}
-    assert births(report(OFFERS, 96 + 86 + 320)).items() >= ranks.items()
+    first = {name: "lora_conv_1" for name in ("stem", "stage1.a", "stage1.b")}
+    norms = {"stage1.norm": "affine", "stage2.norm": "affine"}
+    assert births(report(OFFERS, 96 + 43 + 320)) == norms | first
+    assert births(report(OFFERS, 96 + 43 + 320 + 320)) == norms | first | {"stage2.a": "lora_conv_1"}
+    second = births(report(OFFERS, 96 + 43 + 320 + 320 + 43 + 320))
+    assert second == norms | {name: "lora_conv_2" for name in first} | {"stage2.a": "lora_conv_1"}
     everything = births(report(OFFERS, 10_000))
     assert (everything["stage1.a"], everything["stage1.b"]) == ("lora_conv_4", "lora_conv_2")
     assert births(report({"stage1": {"norm": 48, "conv_small": 304}}, 100)) == {"stage1": "norm"}

@@ -5,8 +5,8 @@
     afterwards      judge the seeds in groups, by silencing each group
 
 The rule buys what a benchmark found to pay. Norms are adapted first, all of them if the budget allows. The rest buys
-low-rank updates by the cheapest upgrade of a stage, so early, narrow stages come first. Nothing grows behind the last
-stage. A stage whose updates harm on validation data loses them.
+low-rank updates: rank 1 for each stage from the first to the last, then rank 2, and so on. Nothing grows behind the
+last stage. A stage whose updates harm on validation data loses them.
 """
 
 import math
@@ -145,20 +145,27 @@ class Adaptation:
             if name is not None and own[name] <= left:
                 chosen[slot_id], left = name, left - own[name]
         updates = {slot_id: ranks for slot_id, own in costs.items() if (ranks := _by_rank(own))}
-        groups: dict[str, list[str]] = {}
-        for slot_id in updates:
-            groups.setdefault(str(self.stage(slot_id)), []).append(slot_id)
-        prices = {
-            group: {str(rank): sum(_at_most(updates[slot_id], rank)[1] for slot_id in members) for rank in RANKS}
-            for group, members in groups.items()
-        }
-        for group, rank in spread(prices, left).items():
-            chosen |= {slot_id: _at_most(updates[slot_id], int(rank))[0] for slot_id in groups[group]}
-            left -= prices[group][rank]
+        bought = self._updates(updates, left)
+        left -= sum(costs[slot_id][name] for slot_id, name in bought.items())
+        chosen |= bought
         others = {slot_id: own for slot_id, own in costs.items() if slot_id not in (*chosen, *updates) and own}
         if not any(name in own for own in costs.values() for name in NORMS) and not updates:
             chosen |= spread(others, left)
         return chosen
+
+    def _updates(self, offers: Mapping[str, Mapping[int, tuple[str, int]]], left: int) -> dict[str, str]:
+        """Low-rank updates by slot: rank 1 for each stage from the first to the last, then rank 2, and so on."""
+        stages: dict[int, list[str]] = {}
+        for slot_id in offers:
+            stages.setdefault(self.stage(slot_id), []).append(slot_id)
+        chosen: dict[int, dict[str, tuple[str, int]]] = {}
+        for rank in RANKS:
+            for stage, members in stages.items():
+                update = {slot_id: _at_most(offers[slot_id], rank) for slot_id in members}
+                extra = _cost(update) - _cost(chosen.get(stage, {}))
+                if extra <= left:
+                    chosen[stage], left = update, left - extra
+        return {slot_id: name for update in chosen.values() for slot_id, (name, _) in update.items()}
 
     def _judge(self, seed: SeedReport, trial: int, left: int) -> str | None:
         """Commit a seed whose group lowers the loss beyond its error, prune one that raises it beyond its error."""
@@ -183,6 +190,11 @@ def _rank(blueprint: str) -> int | None:
 def _by_rank(costs: Mapping[str, int]) -> dict[int, tuple[str, int]]:
     """Names and parameters of the low-rank updates among these blueprints."""
     return {rank: (name, count) for name, count in costs.items() if (rank := _rank(name)) is not None}
+
+
+def _cost(update: Mapping[str, tuple[str, int]]) -> int:
+    """Parameters of the updates of a stage."""
+    return sum(count for _, count in update.values())
 
 
 def _at_most(ranks: Mapping[int, tuple[str, int]], most: int) -> tuple[str, int]:

@@ -343,6 +343,8 @@ class Grower:
         for slot_id, slot in self._slots.items():
             if slot.seed is not None and slot.seed is not before[slot_id]:
                 ranks.equalise(slot)
+        for name in self._slots.fixed:
+            ranks.equalise(self._host.get_submodule(name))
         return record
 
     def _ready(self) -> Decider:
