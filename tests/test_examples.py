@@ -122,3 +122,41 @@ def test_memory_balances_the_pole(tmp_path: Path) -> None:
         mean = re.search(r"mean return (\d+\.\d)", printed)
         assert mean is not None
         assert low <= float(mean[1]) <= high
+
+
+# -- adaptation -------------------------------------------------------------------------------------------------------
+
+
+def run_example(name: str, folder: Path, *arguments: str, warn: str = "error") -> str:
+    """What an example prints, run in an empty folder."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", warn, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_resnet_is_adapted(tmp_path: Path) -> None:
+    """At reduced size: seeds are born, and the merged copy is as good as the adapted network."""
+    data = Path(os.environ.get("ESPER_DATA", "data"))
+    if not (data / "resnet_cifar10").is_dir():
+        pytest.skip("no pretrained ResNet-20 in the folder of ESPER_DATA")
+    printed = run_example("adapt_resnet.py", tmp_path, "--images", "100", "100", "200", "--epochs", "5")
+    assert "germinated affine behind bn1 and 18 others" in printed
+    accuracies = re.findall(r"(?:adapted|copy): (\d+\.\d) %", printed)
+    assert len(accuracies) == 2 and accuracies[0] == accuracies[1]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == ["adapter.json", "adapter.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_language_model_is_adapted(tmp_path: Path) -> None:
+    """SmolLM2 on a few windows: the merged model is better on Shakespeare than the pretrained one."""
+    folder = os.environ.get("ESPER_SMOLLM2")
+    if folder is None or importlib.util.find_spec("transformers") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs transformers, gguf and the folder of SmolLM2 in ESPER_SMOLLM2")
+    sizes = ["--steps", "5", "--batches", "2", "--length", "64", "--evaluated", "2"]
+    printed = run_example("adapt_language_model.py", tmp_path, *sizes, warn="ignore")
+    before, after = (float(loss) for loss in re.findall(r"loss (\d+\.\d+) on Shakespeare", printed))
+    assert after < before
+    assert "germinated scale behind" in printed

@@ -55,6 +55,8 @@ class ModelSlots(nn.Module):
         self.like: dict[str, str] = {}
         self.notes: dict[str, Json] = {}
         """What the grower must remember, as JSON"""
+        self.fixed: tuple[str, ...] = ()
+        """Norms of a frozen host, whose statistics training does not change"""
         self.on_change: Callable[[], None] | None = None
         """Called when a state dict has changed the seeds"""
         self.waiting = False
@@ -87,7 +89,18 @@ class ModelSlots(nn.Module):
             slot = SeedSlot(spec).to(device=parameter.device, dtype=parameter.dtype)
             self.add_module(spec.slot_id.replace(".", "/"), slot)
             self.like[spec.slot_id] = like
-            self.host.get_submodule(spec.slot_id).register_forward_hook(slot.hook)
+            slot.put_behind(self.host.get_submodule(spec.slot_id))
+
+    def fixed_norms(self) -> set[nn.Module]:
+        """The norms whose statistics training does not change."""
+        return {self.host.get_submodule(name) for name in self.fixed}
+
+    def train(self, mode: bool = True) -> "ModelSlots":
+        """Set the mode. The host's `train` calls this last, so norms with fixed statistics stay in eval mode."""
+        super().train(mode)
+        for norm in self.fixed_norms():
+            norm.training = False
+        return self
 
     def forward(self, x: object) -> object:
         """Pass: a user's `nn.Sequential` runs all its children."""

@@ -8,15 +8,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esper.grower.adapting import Adaptation, head_steps
 from esper.grower.growing_model import GrowingModel
 from esper.grower.guard import Guard
 from esper.grower.policies import RULES, OwnPolicy, make_policy, read_actions
 from esper.grower.records import OPS, Action, GrowthReport, Offer
 from esper.grower.rules import trial_of
-from esper.grower.scoring import Batch, InputTap, RowRunner, Scorer, score_rows, to_device
+from esper.grower.scoring import (
+    TEMPERATURES,
+    Batch,
+    InputTap,
+    RowRunner,
+    RowScores,
+    Scorer,
+    Statistics,
+    score_rows,
+    to_device,
+)
 from esper.grower.sensing import ModelProber
+from esper.grower.statistics import StatisticsChoice
 from esper.kasmina import lifecycle
 from esper.kasmina.compare import IGNORED, Comparison, RowScore, paired_difference
+from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, StageChange, derive_seed, head_preset
 from esper.leyline.records import Json
 from esper.simic.agent.policy import LearnedPolicy
@@ -38,6 +51,9 @@ class Scored(NamedTuple):
     """The model (None) and the model without each judged seed; None where the user passed a number"""
     first: Batch
     """The first validation batch"""
+    scores: RowScores | None = None
+    trials: dict[str, Statistics] | None = None
+    """Norm statistics that were tried"""
 
     @property
     def calibrated(self) -> RowScore:
@@ -56,7 +72,13 @@ class Decider:
     """The policy of one growing model, and everything that it sees."""
 
     def __init__(
-        self, growing: GrowingModel, scorer: Scorer, tap: InputTap, policy: str | Path | OwnPolicy, steps: int
+        self,
+        growing: GrowingModel,
+        scorer: Scorer,
+        tap: InputTap,
+        policy: str | Path | OwnPolicy,
+        steps: int,
+        adaptation: Adaptation | None = None,
     ) -> None:
         self.growing, self.scorer, self.steps = growing, scorer, steps
         self.step = 0
@@ -71,6 +93,8 @@ class Decider:
         self.preset = head_preset("core")
         if callable(policy) or policy in RULES:
             self.own = policy if callable(policy) else RULES[str(policy)]
+            if adaptation is not None and policy == "heuristic":
+                self.own = adaptation.rule
         else:
             self.policy, self.preset = make_policy(policy, slots)
         self.table, self.layout = growth_table(self.preset, slots), growth_layout(slots)
@@ -81,6 +105,11 @@ class Decider:
         self.last_op = int(LifecycleOp.WAIT)
         self.guard = Guard(growing)
         self.look: Look | None = None
+        self.adaptation = adaptation
+        self.choice: StatisticsChoice | None = None
+        if adaptation is not None:
+            self.choice = StatisticsChoice(self.runner)
+            self.choice.open()
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -89,8 +118,23 @@ class Decider:
         if isinstance(validation, float):
             return Scored(self.scorer.of_number(validation), None, None)
         first, batches = _peek(validation)
-        judged = [slot_id for slot_id, state in self.growing.states[0].items() if state.stage in JUDGED]
-        return Scored(*score_rows(self.runner, self.scorer, batches, judged, self.growing.device), first)
+        rows = {name: dict.fromkeys(members, Role.SILENT) for name, members in self._judged_groups().items()}
+        adaptation, trials, grade = self.adaptation, dict[str, Statistics](), False
+        if adaptation is not None and self.choice is not None:
+            trials = self.choice.trials() if adaptation.statistics is None else {}
+            grade = bool(trials) or adaptation.fits_at(self.step + 1)
+        device = self.growing.device
+        scores = score_rows(self.runner, self.scorer, batches, rows, device, trials=trials, grade=grade)
+        return Scored(scores.main, scores.rows, first, scores, trials)
+
+    def _judged_groups(self) -> dict[str, list[str]]:
+        """The slots whose seeds are judged, by the name of what is silenced together: each slot, or a group."""
+        groups: dict[str, list[str]] = {}
+        for slot_id, state in self.growing.states[0].items():
+            if state.stage in JUDGED:
+                name = slot_id if self.adaptation is None else self.adaptation.group(slot_id, state.blueprint)
+                groups.setdefault(name, []).append(slot_id)
+        return groups
 
     def measure(self, scored: Scored) -> Look:
         """Record the contributions of the seeds, then probe the slots."""
@@ -113,15 +157,33 @@ class Decider:
             )
         self._set_unit(main.loss)
         comparison = Comparison(main, main, {}, {})
-        for slot_id in (slot_id for slot_id in growing.states[0] if slot_id in scored.rows):
-            contribution = paired_difference(scored.rows[None], scored.rows[slot_id])
-            comparison.contributions[slot_id] = contribution
-            state = lifecycle.record_contribution(growing.states[0][slot_id], contribution.points)
-            growing.states[0][slot_id] = state
-            growing.modules[slot_id].settle(state)
+        for name, members in self._judged_groups().items():
+            contribution = paired_difference(scored.rows[None], scored.rows[name])
+            for slot_id in members:
+                comparison.contributions[slot_id] = contribution
+                state = lifecycle.record_contribution(growing.states[0][slot_id], contribution.points)
+                growing.states[0][slot_id] = state
+                growing.modules[slot_id].settle(state)
         sensing = self.prober(to_device(scored.first, growing.device)) if self.sensing else self.prober.without_data()
         self.look = Look(comparison, sensing)
         return self.look
+
+    def adapt(self, scored: Scored) -> tuple[str, ...]:
+        """Choose the norm statistics of a frozen model, or fit its temperature, when it is time. Returns remarks."""
+        adaptation, remarks = self.adaptation, list[str]()
+        if adaptation is None or self.choice is None or self.look is None:
+            return ()
+        differences = self.look.comparison.contributions
+        adaptation.worths = {slot_id: difference.loss for slot_id, difference in differences.items()}
+        if adaptation.statistics is None:
+            scores = scored.scores or RowScores(scored.main, {None: scored.main}, {})
+            adaptation.statistics, remark = self.choice.choose(scores, scored.trials or {})
+            remarks += [remark] if remark else []
+        if scored.scores is not None and None in scored.scores.graded and adaptation.fits_at(self.step):
+            adaptation.temperature = TEMPERATURES[int(scored.scores.graded[None].argmin())]
+            self.scorer.temperature = adaptation.temperature
+            remarks.append(f"logits are compared at temperature {adaptation.temperature:.2g}")
+        return tuple(remarks)
 
     def _set_unit(self, loss: float) -> None:
         if self.growing.random_guess_loss != self.growing.random_guess_loss:  # NaN: the first one
@@ -133,7 +195,8 @@ class Decider:
         """Ask the policy and carry out its actions: rules may act several times in a step, other policies once."""
         self.growing.progress = min(1.0, self.step / self.steps)
         if self.own is None:
-            return self._act()
+            waits = self.adaptation is not None and self.step < head_steps(self.steps)
+            return ([], []) if waits else self._act()
         actions = read_actions(self.own(self.report()))
         return actions, [self._carry_out(action) for action in actions]
 
@@ -195,6 +258,12 @@ class Decider:
             case _:
                 raise BadValueError(f"{action.op!r} is no action of a Grower: use germinate, fossilize or prune")
 
+    def release(self) -> None:
+        """Remove all hooks, at the end of growth."""
+        self.growing.release()
+        if self.choice is not None:
+            self.choice.close()
+
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def report(self) -> GrowthReport:
@@ -228,6 +297,7 @@ class Decider:
             "observer": {name: pack(tensor) for name, tensor in self.observer.state().items()},
             "policy": [pack(tensor) for tensor in _leaves(self.state)],
             "guard": self.guard.notes(),
+            **({} if self.adaptation is None else {"adaptation": self.adaptation.notes()}),
         }
 
     def restore(self, notes: dict[str, Json]) -> None:
@@ -237,6 +307,11 @@ class Decider:
         self.observer.restore({name: unpack(packed) for name, packed in notes["observer"].items()})
         self.state = _rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
         self.guard.load(notes["guard"])
+        if self.adaptation is not None and "adaptation" in notes:
+            self.adaptation.restore(notes["adaptation"])
+            self.scorer.temperature = self.adaptation.temperature
+            if self.choice is not None and self.adaptation.statistics is not None:
+                self.choice.close()
 
 
 def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from esper.grower.averages import averaged_twins
 from esper.grower.container import ModelSlots
+from esper.grower.folding import can_fold, fold, unfold
 from esper.grower.scoring import InputTap, RowRunner, eval_mode
 from esper.kasmina.export import Growth, blocks_source, execute
 from esper.kasmina.harden import BLOCKS, WEIGHTS, WRITTEN
@@ -58,7 +59,8 @@ def choose_seeds(
 def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequence[str]) -> str:
     """Turn the kept seeds into plain blocks and remove everything else of Esper. Returns the source of the blocks.
 
-    If the model would then compute something else, it stays as it is.
+    Adapters fold into the weights in front of them instead. If the model would then compute something else, it stays
+    as it is.
     """
     host = slots.host
     runner = RowRunner(host, slots, tap)
@@ -69,6 +71,8 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
             f"dropping the seeds behind {', '.join(drop)} changes what the norms behind them see, and there is no "
             "training input to set their statistics by: train for a batch, or name the seeds in keep="
         )
+    folded = [slot_id for slot_id in keep if can_fold(slots[slot_id])]
+    keep = [slot_id for slot_id in keep if slot_id not in folded]
     growths = [_growth(slot_id, slots) for slot_id in keep]
     text = blocks_source(host, growths)
     module = execute(text, BLOCKS)
@@ -80,7 +84,8 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
     bases = [host.get_submodule(slot_id) for slot_id in keep]
     kinds = [(base, type(base), set(base._modules)) for base in bases]
     _place(host, module, growths)
-    with runner.row(dict.fromkeys((*keep, *drop), Role.SILENT), {}):
+    unfolded = fold(slots, folded)
+    with runner.row(dict.fromkeys((*keep, *folded, *drop), Role.SILENT), {}):
         difference = _largest_difference(_outputs(host, tap), before)
     if difference:
         for base, kind, children in kinds:
@@ -88,14 +93,16 @@ def build_in(slots: ModelSlots, tap: InputTap, keep: Sequence[str], drop: Sequen
             for name in set(base._modules) - children:
                 del base._modules[name]
         _write(undo)
+        unfold(unfolded)
         raise FinishError(
             f"the finished model differs from the grown one by {difference:.2g}: one of the submodules "
-            f"{', '.join(keep)} runs its children in its own way; put the slot behind another one, or drop= its seed"
+            f"{', '.join((*keep, *folded))} runs its children in its own way; put the slot behind another one, or "
+            "drop= its seed"
         )
     averages = averaged_twins(slots)
     slots.remove()
     for twin in averages:
-        _finish_average(twin, module, keep)
+        _finish_average(twin, module, keep, folded)
     return text
 
 
@@ -136,8 +143,9 @@ def write_finished(host: nn.Module, source: str, folder: Path) -> None:
     replace_folder(folder.resolve(), write, WRITTEN)
 
 
-def _finish_average(twin: ModelSlots, module: ModuleType, keep: Sequence[str]) -> None:
+def _finish_average(twin: ModelSlots, module: ModuleType, keep: Sequence[str], folded: Sequence[str]) -> None:
     """End growth in an averaged copy too, so that it still pairs with the model. Its norms stay as they are."""
+    fold(twin, folded)
     growths = [_growth(slot_id, twin) for slot_id in keep]
     twin.remove()
     _place(twin.host, module, growths)

@@ -26,17 +26,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from esper.grower import ranks
+from esper.grower.adapter_files import LoadedAdapter, copy_buffers, load_adapter, save_adapter
+from esper.grower.adapter_places import frozen_streams
+from esper.grower.adapting import Adaptation, introduction, is_frozen, stages_of
 from esper.grower.container import CHILD
 from esper.grower.decisions import Decider
 from esper.grower.finishing import build_in, choose_seeds, write_finished
+from esper.grower.folding import can_fold, refuse_unfoldable
 from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
 from esper.grower.places import Places, named_widths
 from esper.grower.policies import OwnPolicy, check_policy
-from esper.grower.records import GrowthRecord, GrowthReport
+from esper.grower.records import GrowthRecord, GrowthReport, listed
 from esper.grower.rules import LEAST_STEPS
 from esper.grower.run_log import RunLog, policy_name
 from esper.grower.scoring import EXAMPLE, Batch, Forward, InputTap, Loss, Scorer
+from esper.grower.statistics import ORIGINAL, frozen_norms
 from esper.grower.suggestion_table import Suggestions
 from esper.grower.suggestions import SuggestionPlan, make_suggestions, read_batches, run_once, untouched
 from esper.grower.waiting import check_waiting, waiting_slots
@@ -95,6 +100,8 @@ class Grower:
         check_policy(policy)
         host = ranks.unwrap(model)
         check_waiting(host)
+        is_frozen(host)  # refuses a model in which nothing learns
+        self._statistics = copy_buffers(host)
         self.model, self.optimizer, self.budget, self.rng_seed = model, optimizer, budget, rng_seed
         self.steps = steps if steps is not None else UNKNOWN_STEPS
         self._steps_given = steps is not None
@@ -132,28 +139,37 @@ class Grower:
         if log is not None:
             log.check_free()
         places = Places(self._host, args, kwargs)
-        streams = places.choose() if self._wanted is None else places.named(self._wanted)
+        frozen = is_frozen(self._host)
+        streams = frozen_streams(places, self._wanted, self._policy) if frozen else places.choose(self._wanted)
         cheapest = min(offer.parameters for spec, _ in streams for offer in spec.blueprints)
         if self.budget < cheapest:
             raise BadValueError(
                 f"budget {self.budget:,} is too small: the smallest seed that fits has {cheapest:,} parameters"
             )
         self._slots.install(streams)
-        self._start()
+        decider = self._start(stages_of(places.blocks()) if frozen else ())
+        if frozen:
+            self._slots.notes = decider.notes()  # which stages there are is known only now
         if log is not None:
             log.create(self._settings())
         if ranks.rank() == 0:
             print(self._introduction(), flush=True)
 
-    def _start(self) -> Decider:
+    def _start(self, stages: Sequence[Sequence[str]] = ()) -> Decider:
         config = LifecycleConfig(act_from_birth=True)
         growing = GrowingModel(self._slots, self._membership, budget=self.budget, config=config, rng_seed=self.rng_seed)
-        self._decider = Decider(growing, self._scorer, self._tap, self._policy, self.steps)
+        adaptation = None
+        if is_frozen(self._host):
+            self._slots.fixed = tuple(frozen_norms(self._host))
+            adaptation = Adaptation(self.steps, tuple(map(tuple, stages)))
+        self._decider = Decider(growing, self._scorer, self._tap, self._policy, self.steps, adaptation)
         return self._decider
 
     def _introduction(self) -> str:
         assert self._decider is not None
         growing = self._decider.growing
+        if self._decider.adaptation is not None:
+            return introduction(growing, self.steps)
         named = ", ".join(f"{spec.slot_id} ({spec.topology}, width {spec.width})" for spec in growing.slots.values())
         share = 100 * self.budget / growing.host_parameters
         lines = [
@@ -169,10 +185,15 @@ class Grower:
         return "\n".join(lines)
 
     def _conclusion(self, growing: GrowingModel, kept: Sequence[str], dropped: Sequence[str]) -> str:
-        names = {slot_id: f"{growing.states[0][slot_id].blueprint} behind {slot_id}" for slot_id in (*kept, *dropped)}
+        def named(slot_ids: Sequence[str]) -> str:
+            groups: dict[str | None, list[str]] = {}
+            for slot_id in slot_ids:
+                groups.setdefault(growing.states[0][slot_id].blueprint, []).append(slot_id)
+            return ", ".join(f"{name} behind {place}" for name, own in groups.items() for place in listed(own))
+
         parameters = sum(p.numel() for slot_id in kept for p in growing.modules[slot_id].parameters())
-        ending = f"; dropped {', '.join(map(names.__getitem__, dropped))}" if dropped else ""
-        return f"Esper: kept {', '.join(map(names.__getitem__, kept)) or 'nothing'} ({parameters:,} parameters){ending}"
+        ending = f"; dropped {named(dropped)}" if dropped else ""
+        return f"Esper: kept {named(kept) or 'nothing'} ({parameters:,} parameters){ending}"
 
     def _loaded(self) -> None:
         """A state dict has replaced the seeds: adopt them, and continue where it was saved."""
@@ -256,6 +277,7 @@ class Grower:
         look = decider.measure(scored)
         decider.guard.observe(scored.calibrated.loss)
         decider.step += 1
+        remarks = decider.adapt(scored)
         ticks = [change for _, change in growing.tick()]
         actions, changes = decider.decide()
         self._slots.notes = decider.notes()
@@ -266,7 +288,7 @@ class Grower:
             actions=tuple(actions),
             changes=(*ticks, *changes),
             contributions={slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
-            remarks=("contributions need validation data, not a number",) if blind else (),
+            remarks=(*remarks, *(("contributions need validation data, not a number",) if blind else ())),
         )
 
     def _undo(self, decider: Decider, main: RowScore, symptom: Symptom) -> GrowthRecord:
@@ -323,6 +345,8 @@ class Grower:
         for slot_id, slot in self._slots.items():
             if slot.seed is not None and slot.seed is not before[slot_id]:
                 ranks.equalise(slot)
+        for name in self._slots.fixed:
+            ranks.equalise(self._host.get_submodule(name))
         return record
 
     def _ready(self) -> Decider:
@@ -391,7 +415,45 @@ class Grower:
         decide otherwise, by slot. `validation` measures contributions once more. Training may continue: the user's
         keys, Parameter objects and optimizer state are as they were. `folder` gets the weights and `grown_blocks.py`,
         whose `grow(model, folder)` turns a freshly built model into this one, without Esper.
+
+        Adapters of a frozen model fold into the weights in front of them.
         """
+        return self._finish(validation, keep, drop, folder, merge=False)
+
+    def merge(
+        self, validation: Iterable[Batch] | None = None, *, keep: Sequence[str] = (), drop: Sequence[str] = ()
+    ) -> nn.Module:
+        """End growth as `finish` does, with all seeds folded into the weights: a plain model with its own names.
+
+        Raises if a seed that stays is not linear.
+        """
+        return self._finish(validation, keep, drop, None, merge=True)
+
+    def save(self, folder: str | Path) -> None:
+        """Write an adapter: the seeds and whatever else differs from the pretrained model, without the model."""
+        decider = self._ready()
+        adaptation = decider.adaptation
+        if adaptation is None:
+            raise StageError(
+                "an adapter is what a frozen model has learned, and this model is not frozen: use finish()"
+            )
+        if ranks.rank() == 0:
+            save_adapter(self._slots, self._statistics, adaptation.statistics or ORIGINAL, Path(folder))
+
+    @staticmethod
+    def load_adapter(model: nn.Module, folder: str | Path) -> LoadedAdapter:
+        """Let a saved adapter act in the pretrained model that it was made for. See `LoadedAdapter`."""
+        return load_adapter(model, Path(folder))
+
+    def _finish(
+        self,
+        validation: Iterable[Batch] | None,
+        keep: Sequence[str],
+        drop: Sequence[str],
+        folder: str | Path | None,
+        *,
+        merge: bool,
+    ) -> nn.Module:
         decider = self._decider
         if self._finished:
             raise StageError("growth is finished already")
@@ -403,10 +465,15 @@ class Grower:
             if validation is not None:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))
+            if merge:
+                refuse_unfoldable(self._slots, kept)
+            folded = [slot_id for slot_id in kept if can_fold(self._slots[slot_id])]
             source = build_in(self._slots, self._tap, kept, dropped)
         if ranks.rank() == 0:
             print(self._conclusion(decider.growing, kept, dropped), flush=True)
-        stay = {slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept}
+        stay = {
+            slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept if slot_id not in folded
+        }
         self._membership.sync(self._host, stay)
         if self._log is not None and self._log.is_open:
             self._log.finish(decider.step, kept, dropped)
@@ -424,5 +491,5 @@ class Grower:
             self._log.close()
         self._membership.adopt()
         if self._decider is not None:
-            self._decider.growing.release()
+            self._decider.release()
         self._finished = True

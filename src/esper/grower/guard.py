@@ -34,7 +34,7 @@ class Snapshot(NamedTuple):
 
     step: int
     tensors: dict[str, Tensor]
-    """Parameters and buffers by name, on the CPU"""
+    """Parameters that learn and buffers by name, on the CPU"""
     optimizer: dict[Tensor, Any]  # Any: whatever an optimizer stores per parameter
 
 
@@ -91,7 +91,12 @@ class Guard:
         """Copy the model and the optimizer's state after a step; if no seed could be undone, free the copy."""
         self.snapshot = None
         if self.uncommitted():
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
+            frozen = {name for name, parameter in self.growing.host.named_parameters() if not parameter.requires_grad}
+            tensors = {
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in self._tensors().items()
+                if name not in frozen
+            }
             state = {parameter: _copied(content) for parameter, content in self._optimizer.state.items()}
             self.snapshot = Snapshot(step, tensors, state)
 
@@ -99,8 +104,9 @@ class Guard:
     def restore(self) -> None:
         """Put weights, statistics and the optimizer's state back. Learning rates stay: they follow their schedule."""
         assert self.snapshot is not None
-        for name, tensor in self._tensors().items():
-            tensor.copy_(self.snapshot.tensors[name])
+        tensors = self._tensors()
+        for name, tensor in self.snapshot.tensors.items():
+            tensors[name].copy_(tensor)
         state = self._optimizer.state
         for parameter in list(state):
             if parameter not in self.snapshot.optimizer:

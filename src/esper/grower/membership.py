@@ -55,15 +55,25 @@ class Membership:
             optimizer.register_step_post_hook(self._count_step),
         ]
         self._steps, self._versions = 0, self._own_versions()
+        self._places: dict[str, tuple[int, int]] = {}
+        """Groups by slot, once they were looked up"""
 
     def groups_for(self, host: nn.Module, slot_id: str) -> tuple[int, int]:
         """The groups of a slot's weights, and of its norms and biases."""
         if self._seeds is not None:
             return self._seeds, self._seeds
+        if slot_id not in self._places:
+            self._places[slot_id] = self._find_groups(host, slot_id)
+        return self._places[slot_id]
+
+    def _find_groups(self, host: nn.Module, slot_id: str) -> tuple[int, int]:
         group_of = {id(p): index for index, own in enumerate(self._own) for p in own}
         near = [p for p in host.get_submodule(slot_id).parameters() if id(p) in group_of]
         if not near:  # behind an activation, say: the parameters that come before it
-            near = [p for p in _parameters_before(host, slot_id) if id(p) in group_of] or self._own[0]
+            near = [p for p in _parameters_before(host, slot_id) if id(p) in group_of]
+        if not near and not any(p.requires_grad for p in host.get_submodule(slot_id).parameters()):
+            near = [p for own in self._own for p in own if p.requires_grad]  # of a frozen model: what learns
+        near = near or self._own[0]
         matrices = [group_of[id(p)] for p in near if p.dim() > 1]
         vectors = [group_of[id(p)] for p in near if p.dim() <= 1]
         weights = (matrices or vectors)[-1]

@@ -47,9 +47,11 @@ class Places:
         inner = [name for name in ran if not any(other.startswith(f"{name}.") for other in ran)]
         self.head = inner[-1] if inner else ""
 
-    def choose(self) -> list[Stream]:
-        """At most eight slots, spread evenly over what was found."""
-        names = self._blocks()
+    def choose(self, wanted: Mapping[str, int | None] | None = None) -> list[Stream]:
+        """The slots that the user named, or at most eight, spread evenly over what was found."""
+        if wanted is not None:
+            return self.named(wanted)
+        names = self.blocks()
         if len(names) < 2:
             names = self._behind_layers()
         streams = [stream for name in names if (stream := self._usable(name)) is not None]
@@ -76,13 +78,14 @@ class Places:
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
-    def _blocks(self) -> list[str]:
+    def blocks(self) -> list[str]:
+        """Stages or blocks: the outermost, opened where there are too few."""
         blocks = [
             name
             for name, call in self.calls.items()
             if not _is_layer(call.module)
             and _has_parameters(call.module)
-            and self._before_head(name)
+            and self.before_head(name)
             and self._usable(name) is not None
         ]
         chosen = level = _outermost(blocks)
@@ -100,7 +103,7 @@ class Places:
         chosen: list[str] = []
         last: str | None = None
         for name, call in self.calls.items():
-            if not _is_layer(call.module) or not self._before_head(name):
+            if not _is_layer(call.module) or not self.before_head(name):
                 continue
             shape = _shape(call.output)
             if last is not None and (isinstance(call.module, MIXING) or shape != _shape(self.calls[last].output)):
@@ -110,20 +113,27 @@ class Places:
                 last = name
         return chosen if last is None else [*chosen, last]
 
-    def _before_head(self, name: str) -> bool:
+    def before_head(self, name: str) -> bool:
+        """Whether a submodule runs before the head, and does not contain it."""
         if f"{self.head}.".startswith(f"{name}."):
             return False
         order = list(self.calls)
         return self.head not in order or order.index(name) < order.index(self.head)
 
-    def _usable(self, name: str) -> Stream | None:
+    def stream(self, name: str) -> Stream | None:
+        """What passes behind a submodule; None if no slot can be there."""
         try:
             self._refuse_layout(name)
-            stream = with_offers(stream_behind(self.host, name, self.calls[name]))
+            return stream_behind(self.host, name, self.calls[name])
         except HostMismatchError as error:
             self.refusals[name] = str(error)
             return None
-        return stream if stream[0].blueprints else None
+
+    def _usable(self, name: str) -> Stream | None:
+        if (stream := self.stream(name)) is None:
+            return None
+        offered = with_offers(stream)
+        return offered if offered[0].blueprints else None
 
     def _refuse_layout(self, name: str) -> None:
         """Refuse three axes that are not (batch, tokens, channels)."""

@@ -81,10 +81,10 @@ def leave_out(host: nn.Module, seeds: Iterable[str]) -> None:
         delattr(host, IGNORED)
 
 
-def equalise(seed: nn.Module) -> None:
-    """Give a newborn the weights of rank 0 on all ranks."""
-    for parameter in seed.parameters():
-        dist.broadcast(parameter.data, src=0)
+def equalise(module: nn.Module) -> None:
+    """Give a newborn, or a norm whose statistics were chosen, the tensors of rank 0 on all ranks."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
 
 
 def _average(parameter: Tensor) -> None:

@@ -1,5 +1,6 @@
 """What a grower tells its user: a record of every step, and a report for a policy of the user's own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ class Action(NamedTuple):
     """Of a germination"""
 
 
+MOST_LISTED = 4  # slots that are named one by one
 PAST = {"germinate": "germinated", "advance": "advanced", "fossilize": "committed", "prune": "pruned"}
 OPS = {op.name.lower(): op for op in LifecycleOp}
 
@@ -58,9 +60,17 @@ class GrowthRecord:
         return cls(**{**rest, "loss": loss, "remarks": tuple(content["remarks"])})
 
     def __str__(self) -> str:
-        done = [f"{PAST[action.op]} {_named(action)} behind {action.slot}" for action in self.actions]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for action in self.actions:
+            groups.setdefault((PAST[action.op], _named(action)), []).append(action.slot)
+        done = [f"{past} {name} behind {place}" for (past, name), slots in groups.items() for place in listed(slots)]
         what = ", ".join(done) or "waited"
         return f"step {self.step}: {what} ({self.grown:,} of {self.budget:,})" + "".join(f"; {r}" for r in self.remarks)
+
+
+def listed(slots: Sequence[str]) -> list[str]:
+    """The slots, or their number if they are many."""
+    return [f"{slots[0]} and {len(slots) - 1} others"] if len(slots) > MOST_LISTED else list(slots)
 
 
 def _named(action: Action) -> str:

@@ -48,11 +48,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return type(batch)(to_device(value, device) for value in batch) if isinstance(batch, tuple | list) else batch
 
 
+TEMPERATURES = tuple(2 ** (exponent / 4) for exponent in range(-8, 17))
+"""By which logits are divided when the temperature is fitted"""
+
+
 class Scores(NamedTuple):
     """Losses (n,), and for classes also whether each prediction is correct (n,)."""
 
     losses: Tensor
     correct: Tensor | None
+    tempered: Tensor
+    """Losses (n,) with the logits divided by the fitted temperature"""
+    graded: Tensor | None = None
+    """Sums of the losses at each of `TEMPERATURES`, where they were asked for"""
 
 
 class Scorer:
@@ -60,11 +68,15 @@ class Scorer:
 
     def __init__(self, loss: Loss | None, forward: Forward | None) -> None:
         self.loss, self.forward = loss, forward or call_model
+        self.temperature = 1.0
+        """By which logits are divided where rows are compared; a loss of the user's own has none"""
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Scores:
+    def __call__(self, model: nn.Module, batch: Batch, *, grade: bool = False) -> Scores:
         output = self.forward(model, batch)
-        scores = _classify(output, batch) if self.loss is None else Scores(_checked(self.loss(output, batch)), None)
-        return scores
+        if self.loss is None:
+            return _classify(output, batch, self.temperature, grade)
+        losses = _checked(self.loss(output, batch))
+        return Scores(losses, None, losses)
 
     def of_number(self, number: float) -> RowScore:
         """The score behind a number: a loss where the loss is the user's own, else an accuracy in percent."""
@@ -81,7 +93,7 @@ def _checked(losses: object) -> Tensor:
     return losses
 
 
-def _classify(output: object, batch: Batch) -> Scores:
+def _classify(output: object, batch: Batch, temperature: float, grade: bool) -> Scores:
     targets = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
     clear = (
         isinstance(output, Tensor)
@@ -106,7 +118,13 @@ def _classify(output: object, batch: Batch) -> Scores:
     assert isinstance(output, Tensor) and isinstance(targets, Tensor)
     counts = targets.flatten() != IGNORED
     logits, classes = output.flatten(0, -2)[counts].float(), targets.flatten()[counts].long()
-    return Scores(F.cross_entropy(logits, classes, reduction="none"), logits.argmax(-1) == classes)
+    losses = F.cross_entropy(logits, classes, reduction="none")
+    tempered = losses if temperature == 1 else F.cross_entropy(logits / temperature, classes, reduction="none")
+    graded = None
+    if grade:
+        sums = [F.cross_entropy(logits / each, classes, reduction="sum") for each in TEMPERATURES]
+        graded = torch.stack(sums).double()
+    return Scores(losses, logits.argmax(-1) == classes, tempered, graded)
 
 
 FirstPass = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -191,7 +209,9 @@ class RowRunner:
 
     def norms(self) -> list[_NormBase]:
         """Norms with running statistics that training updates; the user may have frozen others by eval mode."""
+        fixed = self.slots.fixed_norms()
         norms = [m for m in self.host.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        norms = [norm for norm in norms if norm not in fixed]
         return [norm for norm in norms if norm.training or not self.host.training]
 
     def calibrated(self, roles: Roles) -> Statistics:
@@ -234,34 +254,65 @@ class RowRunner:
                 self.slots[slot_id].role = Role.MAIN
 
 
+class RowScores(NamedTuple):
+    """The model as it is, and rows to compare."""
+
+    main: RowScore
+    rows: dict[str | None, RowScore]
+    """By name; the model itself is None. Their losses are tempered."""
+    graded: dict[str | None, Tensor]
+    """Mean losses at each of `TEMPERATURES`, where they were asked for"""
+
+
 def score_rows(
-    runner: RowRunner, scorer: Scorer, batches: Iterable[Batch], silenced: Sequence[str], device: torch.device
-) -> tuple[RowScore, dict[str | None, RowScore]]:
+    runner: RowRunner,
+    scorer: Scorer,
+    batches: Iterable[Batch],
+    silenced: Mapping[str, Roles],
+    device: torch.device,
+    *,
+    trials: Mapping[str, Statistics] | None = None,
+    grade: bool = False,
+) -> RowScores:
     """Score the model as it is, and rows to compare, in one pass over the batches.
 
-    The rows are the model (None) and the model without each of the `silenced` seeds, each with its own statistics.
+    The rows are the model (None), the model with each of `silenced`, each with its own statistics, and the model with
+    the statistics of each of `trials`. With `grade`, the model and the trials are also scored at all temperatures.
     """
-    rows: dict[str | None, Roles] = {slot_id: {slot_id: Role.SILENT} for slot_id in silenced}
+    tried = {} if trials is None else dict(trials)
+    rows = dict[str | None, Roles](silenced.items())
     norms = runner.norms()
     if silenced and norms:
         rows[None] = {}
     whole: list[Scores] = []
-    parts: dict[str | None, list[Scores]] = {name: [] for name in rows}
     with eval_mode(runner.host), torch.no_grad():
         statistics = {name: runner.calibrate(roles, norms) for name, roles in rows.items()}
+        for trial, values in tried.items():
+            rows[trial], statistics[trial] = {}, values
+        parts: dict[str | None, list[Scores]] = {name: [] for name in rows}
         for batch in batches:
             moved = to_device(batch, device)
             with runner.row({}, {}) as model:
-                whole.append(scorer(model, moved))
+                whole.append(scorer(model, moved, grade=grade))
             for name, roles in rows.items():
                 with runner.row(roles, statistics[name]) as model:
-                    parts[name].append(scorer(model, moved))
-    main = _joined(whole)
-    return main, {None: main} | {name: _joined(scores) for name, scores in parts.items()}
+                    parts[name].append(scorer(model, moved, grade=grade and name in tried))
+    compared: dict[str | None, RowScore] = {None: _joined(whole, tempered=True)}
+    compared |= {name: _joined(scores, tempered=True) for name, scores in parts.items()}
+    graded = {
+        name: grades for name, scores in {None: whole, **parts}.items() if (grades := _grades(scores)) is not None
+    }
+    return RowScores(_joined(whole), compared, graded)
 
 
-def _joined(scores: Sequence[Scores]) -> RowScore:
-    losses = torch.cat([each.losses.float() for each in scores])
+def _grades(scores: Sequence[Scores]) -> Tensor | None:
+    sums = [each.graded for each in scores if each.graded is not None]
+    count = sum(len(each.losses) for each in scores)
+    return torch.stack(sums).sum(0) / max(count, 1) if sums else None
+
+
+def _joined(scores: Sequence[Scores], *, tempered: bool = False) -> RowScore:
+    losses = torch.cat([(each.tempered if tempered else each.losses).float() for each in scores])
     correct = [each.correct for each in scores if each.correct is not None]
     return RowScore(torch.cat(correct) if correct else None, losses)
 

@@ -1,10 +1,14 @@
 """What a model's empty slots would gain from a seed, estimated by one backward pass over a validation batch."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from esper.grower.growing_model import GrowingModel
 from esper.grower.scoring import Batch, RowRunner, Scorer, eval_mode
+from esper.kasmina.blueprints.registry import BlueprintRegistry
+from esper.leyline import BlueprintOffer, SlotSpec
 from esper.tolaria.measurement import Sensing, make_newborns, sense
 
 
@@ -21,7 +25,14 @@ class ModelProber:
         streams, gradients = self._streams(batch)
         like = streams[0].device, streams[0].dtype
         if self._made_for != like:
-            self._newborns, self._made_for = make_newborns(self.growing.slots, *like), like
+            # Seeds that read the input of a submodule are not sensed: what arrives here is its output.
+            ordinary = {
+                slot_id: replace(
+                    spec, blueprints=tuple(each for each in spec.blueprints if not _reads_input(spec, each))
+                )
+                for slot_id, spec in self.growing.slots.items()
+            }
+            self._newborns, self._made_for = make_newborns(ordinary, *like), like
         names, slot_ids = self.growing.slot_config.blueprint_names, list(self.growing.slots)
         open_slots = torch.ones(1, len(slot_ids), device=like[0])
         with torch.no_grad():
@@ -61,3 +72,7 @@ class ModelProber:
         found = dict(zip(caught, gradients, strict=True))
         pairs = [(caught[slot_id].detach(), found[slot_id]) for slot_id in self.growing.slots]
         return [h[None] for h, _ in pairs], [torch.zeros_like(h)[None] if g is None else g[None] for h, g in pairs]
+
+
+def _reads_input(slot: SlotSpec, offer: BlueprintOffer) -> bool:
+    return BlueprintRegistry.spec(slot.topology, offer.name).reads_input

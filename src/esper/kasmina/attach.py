@@ -17,6 +17,7 @@ import itertools
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
+from esper.kasmina.blueprints.registry import BlueprintRegistry
 from esper.kasmina.layers import Statistics, cloned_buffers
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.model import MorphogeneticModel, check_settings
@@ -135,6 +137,8 @@ class ModuleCall(NamedTuple):
     """One call of a submodule in a forward pass."""
 
     module: nn.Module
+    input: object
+    """Its first positional argument; None without one"""
     output: object
     position: float
     """Share of the layers, modules without children, that have run by its end"""
@@ -142,10 +146,10 @@ class ModuleCall(NamedTuple):
 
 def trace(host: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> list[ModuleCall]:
     """All calls of modules in one forward pass, in the order in which they end. Changes nothing in the host."""
-    ended: list[tuple[nn.Module, object]] = []
+    ended: list[tuple[nn.Module, object, object]] = []
 
-    def record(module: nn.Module, inputs: object, output: object) -> None:
-        ended.append((module, output))
+    def record(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        ended.append((module, inputs[0] if inputs else None, output))
 
     handles = [module.register_forward_hook(record) for module in host.modules()]
     try:
@@ -154,11 +158,8 @@ def trace(host: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) ->
     finally:
         for handle in handles:
             handle.remove()
-    layers = list(itertools.accumulate(next(module.children(), None) is None for module, _ in ended))
-    return [
-        ModuleCall(module, output, count / max(layers[-1], 1))
-        for (module, output), count in zip(ended, layers, strict=True)
-    ]
+    layers = list(itertools.accumulate(next(module.children(), None) is None for module, *_ in ended))
+    return [ModuleCall(*each, count / max(layers[-1], 1)) for each, count in zip(ended, layers, strict=True)]
 
 
 def stream_behind(host: nn.Module, name: str, call: ModuleCall, width: int | None = None) -> Stream:
@@ -207,7 +208,7 @@ class HookedBody(Body):
         self._learn(streams or {})
         self._before_main: RandomState | None = None
         for name, slot in slots.items():
-            host.get_submodule(name).register_forward_hook(slot.hook)
+            slot.put_behind(host.get_submodule(name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: arguments of the host
         """Run the host's own forward, with the slots acting behind their submodules."""
@@ -280,7 +281,8 @@ class HookedBody(Body):
     def _learn(self, streams: Mapping[str, Stream]) -> None:
         self._streams = dict(streams)
         for slot_id, (spec, _) in streams.items():
-            self.slot(slot_id).known_spec = spec
+            adapters = BlueprintRegistry.adapter_offers(spec, self.host.get_submodule(slot_id))
+            self.slot(slot_id).known_spec = replace(spec, blueprints=adapters)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Contracts that users can check themselves: `check_blueprint` for seeds, `check_host` for hosts.
 
 Clauses for a blueprint:
-1. Residual: Δ(h) has the shape of h.
+1. Residual: Δ(h) has the shape of h. For an adapter that reads the input x of a submodule: Δ(x) has the shape of its
+   output.
 2. Identity at birth: Δ(h) is exactly zero.
 3. Alive: every parameter gets a gradient that matters.
 4. Count: it has as many parameters as it states.
@@ -77,20 +78,25 @@ class BlueprintReport(NamedTuple):
 def check_blueprint(
     topology: Topology, name: str, width: int, *, resolution: int | None = None, seeds: int = 20
 ) -> BlueprintReport:
-    """Check a registered blueprint at a width. Raises `BlueprintContractError`, which names the broken clause."""
+    """Check a registered blueprint at a width. Raises `BlueprintContractError`, which names the broken clause.
+
+    An adapter that reads the input of a submodule is checked behind its example of such a submodule.
+    """
     require_whole("seeds", seeds, 1, remark=": each is a fresh set of weights to check")
     spec = BlueprintRegistry.spec(topology, name)
+    base = None if spec.folding is None or spec.folding.example is None else spec.folding.example(width).double()
     side = max(RESOLUTION[topology], spec.min_resolution) if resolution is None else resolution
     label = f"{topology} blueprint {name!r} at width {width}"
     ratios: dict[str, float] = {}
     for rng_seed in range(seeds):
-        module = BlueprintRegistry.build(topology, name, width, resolution=side, rng_seed=rng_seed).double()
+        built = BlueprintRegistry.build(topology, name, width, resolution=side, rng_seed=rng_seed, base=base)
+        module = built.double()
         # Activations are signed or, behind a ReLU, non-negative: a seed must live on both.
         for positive in (False, True):
             batches = _batches(topology, width, side, rng_seed, positive)
             with fork_rng(module):
-                _check_birth(module, batches[0], label)
-                norms = _blueprint_norms(copy.deepcopy(module), batches, rng_seed)
+                _check_birth(module, batches[0], label, base)
+                norms = _blueprint_norms(copy.deepcopy(module), batches, rng_seed, base)
             finite = {parameter: norm if norm < math.inf else 0.0 for parameter, norm in norms.items()}
             largest = max(finite.values()) or math.inf
             for parameter, norm in finite.items():
@@ -113,7 +119,7 @@ def _batches(topology: Topology, width: int, side: int, rng_seed: int, positive:
 
 
 @torch.no_grad()
-def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
+def _check_birth(module: nn.Module, h: Tensor, label: str, base: nn.Module | None) -> None:
     """Clauses 5, 1 and 2."""
     copied = copy.deepcopy(module).train()
     before, stream = cloned_buffers(copied), RandomState.of(copied)
@@ -127,6 +133,7 @@ def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
     }
     refuse(problems, BlueprintContractError)
     delta = module(h)
+    h = h if base is None else base(h)
     if not isinstance(delta, Tensor) or delta.shape != h.shape:
         given = tuple(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
         raise BlueprintContractError(f"{label} breaks clause 1 (residual): Δ is {given}, h is {tuple(h.shape)}")
@@ -137,10 +144,15 @@ def _check_birth(module: nn.Module, h: Tensor, label: str) -> None:
         )
 
 
-def _blueprint_norms(module: nn.Module, batches: list[Tensor], rng_seed: int) -> dict[str, float]:
+def _blueprint_norms(
+    module: nn.Module, batches: list[Tensor], rng_seed: int, base: nn.Module | None
+) -> dict[str, float]:
     generator = torch.Generator().manual_seed(rng_seed + TARGET_SEED)
-    target = torch.randn(batches[0].shape, generator=generator, dtype=torch.float64)
-    losses = (lambda h=h: (h + module(h) - target).square().mean() for h in batches)
+    with torch.no_grad():
+        streams = batches if base is None else [base(h) for h in batches]
+    target = torch.randn(streams[0].shape, generator=generator, dtype=torch.float64)
+    pairs = zip(streams, batches, strict=True)
+    losses = (lambda stream=stream, h=h: (stream + module(h) - target).square().mean() for stream, h in pairs)
     return _gradient_norms(module, BLUEPRINT_STEP_SIZE, losses)
 
 

@@ -102,7 +102,7 @@ def check_state(spec: SlotSpec | None, state: SeedState, where: str) -> None:
         if spec is None:
             raise CheckpointError(f"{where}: a {state.blueprint!r} seed, but what passes the slot is not known")
         with checkpoint_errors(where):
-            misfit = BlueprintRegistry.spec(spec.topology, state.blueprint).misfit(spec.width, spec.resolution)
+            misfit = BlueprintRegistry.spec(spec.topology, state.blueprint).misfit_in(spec)
         if misfit is not None:
             raise CheckpointError(f"{where}: blueprint {state.blueprint!r} does not fit: {misfit}")
 

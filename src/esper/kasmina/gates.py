@@ -50,8 +50,8 @@ def gate_germinate(
     stage: SeedStage, spec: BlueprintSpec, slot: SlotSpec, style: str, budget_left: int | None
 ) -> GateResult:
     """G0: the slot is free, the blueprint fits, and the budget pays for seed and gate (None: no budget)."""
-    cost = spec.count(slot.width) + gate_parameters(style, slot.width)
-    problem, paid = spec.misfit(slot.width, slot.resolution), budget_left is None or cost <= budget_left
+    cost = spec.parameters_in(slot) + gate_parameters(style, slot.width)
+    problem, paid = spec.misfit_in(slot), budget_left is None or cost <= budget_left
     conditions = {
         f"the slot is {stage.name}, not DORMANT": stage is SeedStage.DORMANT,
         problem or "the blueprint fits": problem is None,

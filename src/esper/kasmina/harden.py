@@ -64,11 +64,14 @@ def harden(
     else:
         source, (text, network) = BLOCKS, _from_attached(body, growths, statistics)
 
+    def folds(growth: Growth) -> bool:
+        return body.slot(growth.slot_id).folded() is not None
+
     def write(new: Path) -> None:
         (new / source).write_text(text, encoding="utf-8")
         contents: dict[str, Any] = {  # Any: JSON values
             "host": type(body.host).__name__,
-            "host_parameters": count_parameters(network) - sum(growth.parameters for growth in growths),
+            "host_parameters": count_parameters(network) - sum(each.parameters for each in growths if not folds(each)),
             "grown": [
                 {
                     "slot": growth.slot_id,
@@ -76,6 +79,7 @@ def harden(
                     "style": growth.style,
                     "alpha": growth.strength,
                     "parameters": growth.parameters,
+                    **({"folded": True} if folds(growth) else {}),
                 }
                 for growth in growths
             ],
@@ -209,9 +213,14 @@ def _copy_weights(body: Body, network: nn.Module, sources: Mapping[str, nn.Modul
 
 @torch.no_grad()
 def _from_attached(body: Body, growths: Sequence[Growth], statistics: Statistics) -> tuple[str, nn.Module]:
+    folded = {growth.slot_id: body.slot(growth.slot_id).folded() for growth in growths}
+    growths = [growth for growth in growths if folded[growth.slot_id] is None]
     text = blocks_source(body.host, growths)
     module = execute(text, BLOCKS)
     network = bare_copy(body)
+    for slot_id, values in folded.items():
+        for name, value in (values or {}).items():
+            network.get_submodule(slot_id).get_parameter(name).copy_(value)
     for name, value in statistics.items():
         if name.startswith("host."):
             network.get_buffer(name.removeprefix("host.")).copy_(value)

@@ -247,7 +247,7 @@ def seed_parameters(slot: SlotSpec, state: SeedState) -> int:
     if state.blueprint is None:
         return 0
     spec = BlueprintRegistry.spec(slot.topology, state.blueprint)
-    return spec.count(slot.width) + gate_parameters(state.style, slot.width)
+    return spec.parameters_in(slot) + gate_parameters(state.style, slot.width)
 
 
 def report(state: SeedState, parameters: int) -> SeedReport:

@@ -64,6 +64,7 @@ class SeedSlot(nn.Module):
         self.seed: nn.Module | None = None
         self.gate: BlendGate | None = None
         self.role = Role.MAIN
+        self._base: tuple[nn.Module, ...] = ()  # in a tuple, so that it is not registered as a child
         # Stages with the same effect on the main row share a value, and so a compiled graph.
         self._effect: Literal["silent", "straight_through", "blend"] = "silent"
         # A buffer, so that a new alpha needs no recompilation.
@@ -77,8 +78,11 @@ class SeedSlot(nn.Module):
             raise GateRefusedError(f"what passes slot {self.state.slot_id!r} is not known yet: {remedy}")
         return self.known_spec
 
-    def forward(self, h: Tensor, conductance: Tensor | float = 1.0) -> Tensor:
-        """The stream behind the slot. The host lets through the share `conductance` of the seed's effect."""
+    def forward(self, h: Tensor, conductance: Tensor | float = 1.0, source: Tensor | None = None) -> Tensor:
+        """The stream behind the slot. The host lets through the share `conductance` of the seed's effect.
+
+        `source` is the input of the submodule in front, which some seeds read instead of h.
+        """
         effect = self._effect if self.role is Role.MAIN else self.role.value
         if effect == "silent" or self.seed is None:
             return h
@@ -86,16 +90,47 @@ class SeedSlot(nn.Module):
         if TOPOLOGY_OF_AXES.get(h.dim()) != spec.topology or h.shape[WIDTH_AXIS[spec.topology]] != spec.width:
             expected = f"{spec.topology} of width {spec.width}"
             raise HostMismatchError(f"slot {spec.slot_id!r} expects {expected}, not a tensor of shape {tuple(h.shape)}")
+        x = self._read(h, source)
         if effect == "blend":
             # Under autocast the seed's scale is wider than the stream, which keeps its dtype.
-            return blend(h, self.seed(h), self.alpha * conductance, self.state.style, self.gate).to(h.dtype)
-        full = blend(h.detach(), self.seed(h.detach()), conductance, self.state.style, self.gate)
+            return blend(h, self.seed(x), self.alpha * conductance, self.state.style, self.gate).to(h.dtype)
+        full = blend(h.detach(), self.seed(x.detach()), conductance, self.state.style, self.gate)
         return full if effect == "shadow" else straight_through(h, full)
 
-    def hook(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
+    def _read(self, h: Tensor, source: Tensor | None) -> Tensor:
+        """What the seed reads: the stream, or the input of the submodule in front."""
+        if not getattr(self.seed, "reads_input", False):
+            return h
+        if not isinstance(source, Tensor):
+            raise HostMismatchError(
+                f"the {self.state.blueprint} seed behind {self.state.slot_id!r} reads that submodule's input: pass it "
+                "as the first positional argument"
+            )
+        return source
+
+    @torch.no_grad()
+    def folded(self) -> dict[str, Tensor] | None:
+        """Values for the parameters of the submodule in front with the seed folded in; None if it cannot be folded."""
+        state, base = self.state, self.base
+        if state.blueprint is None or base is None or self.seed is None or state.style != "add":
+            return None
+        folding = BlueprintRegistry.spec(self.spec.topology, state.blueprint).folding
+        return None if folding is None else folding.fold(base, self.seed, state.alpha)
+
+    def hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The forward hook of the submodule in front of this slot."""
-        passed: Tensor = self(output)
+        passed: Tensor = self(output, source=args[0] if args else None)
         return passed
+
+    def put_behind(self, base: nn.Module) -> None:
+        """Let the slot act behind a submodule."""
+        self._base = (base,)
+        base.register_forward_hook(self.hook)
+
+    @property
+    def base(self) -> nn.Module | None:
+        """The submodule in front, if the slot hooks one."""
+        return self._base[0] if self._base else None
 
     def plant(self, state: SeedState, rng_seed: int, like: Tensor) -> None:
         """Build the seed and gate of `state`, with the device and dtype of `like`."""
@@ -103,7 +138,12 @@ class SeedSlot(nn.Module):
         # Layers draw as they are built; the host's random stream must not notice.
         with torch.random.fork_rng(devices=[]):
             self.seed = BlueprintRegistry.build(
-                self.spec.topology, state.blueprint, self.spec.width, resolution=self.spec.resolution, rng_seed=rng_seed
+                self.spec.topology,
+                state.blueprint,
+                self.spec.width,
+                resolution=self.spec.resolution,
+                rng_seed=rng_seed,
+                base=self.base,
             )
             self.gate = BlendGate(self.spec.width, self.spec.topology) if state.style == "gate" else None
         self.to(device=like.device, dtype=like.dtype)

@@ -1,6 +1,6 @@
-"""Seed architectures: the registry and the built-in blueprints."""
+"""Seed architectures: the registry, the built-in blueprints, and the adapters of pretrained models."""
 
-from esper.kasmina.blueprints import library
-from esper.kasmina.blueprints.registry import BlueprintRegistry, BlueprintSpec
+from esper.kasmina.blueprints import adapters, library
+from esper.kasmina.blueprints.registry import BlueprintRegistry, BlueprintSpec, Folding
 
-__all__ = ["BlueprintRegistry", "BlueprintSpec", "library"]
+__all__ = ["BlueprintRegistry", "BlueprintSpec", "Folding", "adapters", "library"]
