@@ -23,6 +23,7 @@ from esper.tolaria import HostFleet, get_task
 from esper.tolaria.data.dataset import is_present
 
 LIBRARIES = {
+    "adaptation_cases.py",
     "harness.py",
     "metrics_page.py",
     "results_page.py",
