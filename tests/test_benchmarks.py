@@ -23,7 +23,11 @@ from esper.tolaria import HostFleet, get_task
 from esper.tolaria.data.dataset import is_present
 
 LIBRARIES = {
+    "adaptation_cases.py",
+    "adaptation_methods.py",
     "harness.py",
+    "kept.py",
+    "low_rank.py",
     "metrics_page.py",
     "results_page.py",
     "kills.py",
