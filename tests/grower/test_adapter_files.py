@@ -152,6 +152,21 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         Grower.load_adapter(model, tmp_path)
 
 
+def test_what_is_not_linear_is_not_merged(tmp_path: Path) -> None:
+    """Loaded, it acts all the same, and the remedies are those of an adapter. A finished model has none to save."""
+    births = [("germinate", "stage1", "bottleneck")]
+    model, grower, _ = adapt(until=3, budget=4000, policy=lambda report: births if report.step == 1 else [])
+    grower.save(tmp_path / "adapter")
+    other = base()
+    adapter = Grower.load_adapter(other, tmp_path / "adapter")
+    with pytest.raises(BadValueError, match=r"bottleneck behind stage1 cannot be merged.*as it is, or remove\(\) it"):
+        adapter.merge()
+    assert torch.equal(outputs(other), outputs(model))
+    grower.finish(drop=["stage1"])
+    with pytest.raises(StageError, match=r"save\(\) before finish\(\) or merge\(\)"):
+        grower.save(tmp_path / "adapter")
+
+
 class CentredNorm(nn.Module):
     """A norm whose weight is an offset from one, as in some language models."""
 

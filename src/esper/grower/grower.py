@@ -430,6 +430,10 @@ class Grower:
 
     def save(self, folder: str | Path) -> None:
         """Write an adapter: the seeds and whatever else differs from the pretrained model, without the model."""
+        if self._finished:
+            raise StageError(
+                "growth is finished, and the seeds are part of the model: save() before finish() or merge()"
+            )
         decider = self._ready()
         adaptation = decider.adaptation
         if adaptation is None:
@@ -465,7 +469,8 @@ class Grower:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))
             if merge:
-                refuse_unfoldable(self._slots, kept)
+                remedy = "finish() keeps them as ordinary submodules; drop= omits them"
+                refuse_unfoldable(self._slots, kept, remedy)
             folded = [slot_id for slot_id in kept if can_fold(self._slots[slot_id])]
             source = build_in(self._slots, self._tap, kept, dropped)
         if ranks.rank() == 0:
