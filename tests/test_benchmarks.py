@@ -24,7 +24,10 @@ from esper.tolaria.data.dataset import is_present
 
 LIBRARIES = {
     "adaptation_cases.py",
+    "adaptation_methods.py",
     "harness.py",
+    "kept.py",
+    "low_rank.py",
     "metrics_page.py",
     "results_page.py",
     "kills.py",

@@ -215,6 +215,8 @@ def test_cost_counts_passes() -> None:
         assert suggestions.cost.minibatches == pytest.approx(trained + (counts[0] - trained) / 3)
         assert suggestions.cost.held == 8
         assert suggestions[0].trial is not None and (top is None or suggestions[-1].trial is None)
+        lines = str(suggestions).splitlines()
+        assert [line.count(" ± ") for line in lines[1:-1]] == [3 if row.trial else 1 for row in suggestions]
 
 
 def test_rate_and_options_of_the_seeds() -> None:

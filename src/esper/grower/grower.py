@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from esper.grower import ranks
-from esper.grower.adapter_files import LoadedAdapter, copy_buffers, load_adapter, save_adapter
+from esper.grower.adapter_files import LoadedAdapter, load_adapter, save_adapter
 from esper.grower.adapter_places import frozen_streams
 from esper.grower.adapting import Adaptation, introduction, is_frozen, stages_of
 from esper.grower.container import CHILD
@@ -101,7 +101,6 @@ class Grower:
         host = ranks.unwrap(model)
         check_waiting(host)
         is_frozen(host)  # refuses a model in which nothing learns
-        self._statistics = copy_buffers(host)
         self.model, self.optimizer, self.budget, self.rng_seed = model, optimizer, budget, rng_seed
         self.steps = steps if steps is not None else UNKNOWN_STEPS
         self._steps_given = steps is not None
@@ -431,6 +430,10 @@ class Grower:
 
     def save(self, folder: str | Path) -> None:
         """Write an adapter: the seeds and whatever else differs from the pretrained model, without the model."""
+        if self._finished:
+            raise StageError(
+                "growth is finished, and the seeds are part of the model: save() before finish() or merge()"
+            )
         decider = self._ready()
         adaptation = decider.adaptation
         if adaptation is None:
@@ -438,7 +441,7 @@ class Grower:
                 "an adapter is what a frozen model has learned, and this model is not frozen: use finish()"
             )
         if ranks.rank() == 0:
-            save_adapter(self._slots, self._statistics, adaptation.statistics or ORIGINAL, Path(folder))
+            save_adapter(self._slots, adaptation.statistics or ORIGINAL, Path(folder))
 
     @staticmethod
     def load_adapter(model: nn.Module, folder: str | Path) -> LoadedAdapter:
@@ -466,7 +469,8 @@ class Grower:
                 self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
             kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))
             if merge:
-                refuse_unfoldable(self._slots, kept)
+                remedy = "finish() keeps them as ordinary submodules; drop= omits them"
+                refuse_unfoldable(self._slots, kept, remedy)
             folded = [slot_id for slot_id in kept if can_fold(self._slots[slot_id])]
             source = build_in(self._slots, self._tap, kept, dropped)
         if ranks.rank() == 0:
