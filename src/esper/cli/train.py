@@ -12,9 +12,10 @@ from rich.console import Console
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
 from esper.simic.rewards.config import Family
-from esper.simic.teaching import check_episodes, teach
+from esper.simic.teaching import check_episodes, teach, teach_shared
 from esper.simic.training.config import TrainConfig, read_settings, taught_config
 from esper.simic.training.run_folder import read_config
+from esper.simic.training.together import is_together, read_together, train_together
 from esper.simic.training.trainer import Trainer
 from esper.storage.series import KEEP
 
@@ -72,6 +73,8 @@ class TrainCommand:
     """Hosts per group, without its control."""
     seed: Annotated[int | None, flag(int, DEFAULT.seed)] = None
     """Random seed of the run."""
+    seeds: Annotated[str | None, flag(str)] = None
+    """Several random seeds, e.g. 0..4 or 0,1,7: separate runs in OUT/seed0, OUT/seed1, … that share their fleets."""
     out: Annotated[Path | None, flag(Path, OUT)] = None
     """Output folder. Must not already contain a run."""
     resume: Annotated[Path | None, flag(Path)] = None
@@ -105,20 +108,49 @@ class TrainCommand:
     def run(self, console: Console) -> None:
         """Train with a progress bar. Ctrl-C ends after the last complete round."""
         keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
+        if self.seeds is not None or (self.resume is not None and is_together(self.resume)):
+            self._run_together(console, keep)
+            return
         config = self.settings() if self.resume is None else self._resumed(self.resume)
         folder, resume = self.resume or self.out or OUT, self.resume is not None
-        folders = {"profile": self.profile, "record": self.record}
         begin = None
         if config.teach.episodes:
             check_episodes(config)  # before the folder is made
             begin = partial(teach, config, workers=self.workers or 1)
         trainer = Trainer(
-            config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, begin=begin, **folders
+            config,
+            folder,
+            resume=resume,
+            keep_checkpoints=keep,
+            sinks=self.sinks,
+            begin=begin,
+            profile=self.profile,
+            record=self.record,
         )
         trainer.run()
         console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
         if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
             raise SystemExit(128 + signal.SIGINT)
+
+    def _run_together(self, console: Console, keep: int) -> None:
+        """Train several seeds in shared fleets, or resume all of them."""
+        given = {"seed": self.seed, "workers": self.workers, "profile": self.profile}
+        if excluded := [f"--{name}" for name, value in given.items() if value is not None]:
+            raise BadValueError(f"several seeds share one process and its fleets; omit {', '.join(excluded)}")
+        if self.resume is None:
+            config, seeds = self.settings(), tuple(parse_seeds(self.seeds or ""))
+        else:
+            config, seeds = read_together(self.resume)
+            config = self._resumed(self.resume / f"seed{config.seed}")
+        make_begin = None
+        if config.teach.episodes:
+            check_episodes(config)
+            make_begin = partial(teach_shared, learners=len(seeds))
+        folder = self.resume or self.out or OUT
+        train_together(
+            config, folder, seeds, make_begin=make_begin, keep_checkpoints=keep, sinks=self.sinks, record=self.record
+        )
+        console.print(f"{config.rounds} rounds of {len(seeds)} seeds are in {folder}")
 
     def settings(self) -> TrainConfig:
         """The defaults, changed by the file, then by the flags."""
@@ -139,6 +171,18 @@ class TrainCommand:
             raise BadValueError(f"--resume continues {folder} with its own settings; omit {flags}")
         config = read_config(folder)
         return config if self.data_dir is None else replace(config, data_dir=self.data_dir)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The numbers of `0..4` or `0,1,7`."""
+    try:
+        first, separator, last = text.partition("..")
+        seeds = list(range(int(first), int(last) + 1)) if separator else [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds:
+        raise BadValueError(f"--seeds {text!r} names no seeds; write for example 0..4 or 0,1,7")
+    return seeds
 
 
 def _given(flags: Any) -> dict[str, Any]:  # Any: a dataclass of flags, and their values

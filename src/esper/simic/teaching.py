@@ -13,6 +13,7 @@ objective on held-out hosts.
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -23,10 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, head_preset
+from esper.leyline import BadValueError, HeadPreset, LifecycleOp, head_preset
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.agent import PPOAgent
+from esper.simic.evaluation.arena import Arena, envs_at_once
 from esper.simic.evaluation.workers import run_with
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.offline.critic import fit_critic
@@ -36,6 +38,8 @@ from esper.simic.offline.selection import softmax_by_group
 from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.training.config import TeachConfig, TrainConfig
 from esper.simic.training.policy_files import copy_knowledge
+from esper.simic.training.together import Learner
+from esper.simic.training.trainer import Begin
 from esper.simic.tuning import Search, Trials
 from esper.storage.files import replace_file
 from esper.tamiyo.policies import Plan
@@ -249,15 +253,26 @@ def imitate_plans(
     return student
 
 
-def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 1, progress: bool = True) -> None:
+OpenArena = Callable[[Task, HeadPreset], Arena]  # opens the arena of a search
+
+
+def teach(
+    config: TrainConfig,
+    agent: PPOAgent,
+    folder: Path,
+    *,
+    workers: int = 1,
+    progress: bool = True,
+    open_own: OpenArena | None = None,
+) -> None:
     """Search plans, write their records to the run's folder, and make the agent imitate the best ones.
 
     The agent gets the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU,
-    where the records are.
+    where the records are. `open_own`: opens the arenas of the search, if it shares their fleets with others.
     """
     teaching, settings = folder / FOLDER, config.teach
     shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
-    search_all(config, teaching / RECORDS, workers, progress=progress)
+    search_all(config, teaching / RECORDS, workers, progress=progress, open_own=open_own)
     lessons = read_lessons(config, agent, teaching / RECORDS)
     total = settings.epochs * (len(settings.betas) * len(settings.pooling) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
@@ -277,6 +292,27 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
+def teach_shared(config: TrainConfig, learner: Learner, learners: int) -> Begin:
+    """What teaches one of several learners, whose searches share their fleets."""
+    on_cpu = torch.device(config.device).type == "cpu"  # there each keeps the size that a search alone has
+
+    def open_own(task: Task, preset: HeadPreset) -> Arena:
+        return Arena(
+            task,
+            preset,
+            device=config.device,
+            data_dir=config.data_dir,
+            make_fleet=learner.search_fleet,
+            at_once=envs_at_once(config.device) // (1 if on_cpu else learners),
+        )
+
+    def begin(agent: PPOAgent, folder: Path) -> None:
+        teach(config, agent, folder, progress=False, open_own=open_own)
+        learner.end_search()
+
+    return begin
+
+
 def teach_critic(agent: PPOAgent, weighted: Transitions, lessons: Lessons, config: TrainConfig) -> None:
     """Fit the critic to episodes that are drawn by their weights, so that they resemble the policy's own."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -284,12 +320,16 @@ def teach_critic(agent: PPOAgent, weighted: Transitions, lessons: Lessons, confi
     fit_critic(agent, lessons.data.part(drawn), lessons.tasks[drawn], config.reward.gamma, generator)
 
 
-def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:
+def search_all(
+    config: TrainConfig, records: Path, workers: int, *, progress: bool = True, open_own: OpenArena | None = None
+) -> None:
     """Search plans for every task of a run with equal shares of the episodes, and record all of them."""
     check_episodes(config)
-    total, preset = config.teach.episodes, head_preset(config.preset).name
+    total, preset = config.teach.episodes, head_preset(config.preset)
     with progress_bar("searching plans", total, shown=progress) as advance, run_with(workers) as run_all:
         for name in config.tasks:
-            trials = Trials(name, "schedule", preset, config.seed, config.device, config.data_dir, records / name)
+            arena = None if open_own is None else open_own(get_task(name), preset)
+            where = (config.device, config.data_dir, records / name)
+            trials = Trials(name, "schedule", preset.name, config.seed, *where, arena=arena)
             evaluate = partial(trials, run_all, workers, advance)
             search_plans(Search(evaluate, total // len(config.tasks), config.seed), get_task(name))

@@ -188,9 +188,19 @@ class Prober:
 
     def __call__(self) -> Sensing:
         """Probe all envs on the minibatch that they will train on next. No device sync."""
-        fleet = self.fleet
-        taps = self.taps(fleet.step_index * fleet.task.batches_per_step)
-        return Sensing(*(column[: fleet.n] for column in sense(self.names, list(fleet.slots), self.newborns, *taps)))
+        return self.sense_rows(self.next_taps(), range(self.fleet.n))
+
+    def next_taps(self) -> Taps:
+        """Those of the minibatch that all envs will train on next."""
+        return self.taps(self.fleet.step_index * self.fleet.task.batches_per_step)
+
+    def sense_rows(self, taps: Taps, rows: range) -> Sensing:
+        """What the taps of these rows tell of their slots. The last bits may depend on the number of rows."""
+        streams, gradients = (
+            [part[rows.start : rows.stop] for part in parts] for parts in (taps.streams, taps.gradients)
+        )
+        conductance = taps.conductance[rows.start : rows.stop]
+        return sense(self.names, list(self.fleet.slots), self.newborns, streams, gradients, conductance)
 
     def taps(self, minibatch: int) -> Taps:
         """One backward pass of all envs over the minibatch with this number of the episode."""

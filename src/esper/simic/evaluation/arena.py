@@ -15,7 +15,7 @@ from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.costs import CostMeter, Structure
 from esper.simic.offline.records import RecordWriter
 from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
-from esper.simic.training.hosts import Groups, growth_fleet
+from esper.simic.training.hosts import Groups, MakeFleet, growth_fleet
 from esper.simic.training.tape import EpisodeTape
 from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
@@ -143,18 +143,23 @@ class Arena:
         isolation: Isolation = "shadow",
         device: str = "cpu",
         data_dir: Path | None = None,
+        make_fleet: MakeFleet = growth_fleet,
+        at_once: int | None = None,
     ) -> None:
-        """`final`: hardened hosts are scored on test images."""
+        """`final`: hardened hosts are scored on test images. `at_once`: the most envs of a fleet."""
         self.task, self.preset, self.final, self.device = task, preset, final, device
         self.isolation: Isolation = isolation
         self.batches = task.load_batches(data_dir, device)
+        self._make_fleet, self._at_once = make_fleet, envs_at_once(device) if at_once is None else at_once
         self._runner: EpisodeRunner | None = None
 
     def runner(self, groups: Groups) -> EpisodeRunner:
         """A runner of this shape: the last one if it fits, because a new fleet costs memory and CUDA graphs."""
         if self._runner is None or self._runner.groups != groups:
             self._runner = None
-            fleet = growth_fleet(self.task, groups.hosts, self.device, batches=self.batches, isolation=self.isolation)
+            fleet = self._make_fleet(
+                self.task, groups.hosts, self.device, batches=self.batches, isolation=self.isolation
+            )
             self._runner = EpisodeRunner(fleet, groups, self.preset)
             self._runner.final = self.final
         return self._runner
@@ -172,7 +177,7 @@ class Arena:
 
         `writer` records the episodes; its policies are `distinct(lineups)`.
         """
-        at_once = envs_at_once(self.device)
+        at_once = self._at_once
         candidate_parts = divide(len(lineups[0]), at_once - 1)
         members = len(candidate_parts[0])
         host_parts = divide(len(seeds), at_once // (members + 1))

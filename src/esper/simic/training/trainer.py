@@ -20,7 +20,7 @@ from esper.simic.telemetry import Spans, check_trace
 from esper.simic.training.collect import RoundCollector, RoundRecord
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.hosts import Groups, check_device, growth_fleet
+from esper.simic.training.hosts import Groups, MakeFleet, check_device, growth_fleet
 from esper.simic.training.policy_files import begin_with, open_policy
 from esper.simic.training.recorder import Recorder
 from esper.simic.training.run_folder import Restored, RunFolder, check_settings, checkpoints_of, read_checksum
@@ -51,10 +51,12 @@ class Trainer:
         profile: Path | None = None,
         record: Path | None = None,
         begin: Begin | None = None,
+        make_fleet: MakeFleet = growth_fleet,
     ) -> None:
         """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round.
 
         `record`: folder for records of every transition. `begin`: teaches the new agent before the first round.
+        `make_fleet`: makes the hosts of each task.
         """
         sinks = sinks or SinkSettings()
         sinks.check()
@@ -71,7 +73,7 @@ class Trainer:
         if profile is not None:
             check_trace(profile / "trace.json.gz", config.device)
         self.config = config
-        self.runners = [make_runner(config, name) for name in config.tasks]
+        self.runners = [make_runner(config, name, make_fleet) for name in config.tasks]
         newest = checkpoints_of(folder).newest() if resume else None
         # A run that has begun must not read `config.start` again: it may have changed.
         source = (
@@ -172,9 +174,9 @@ def agent_config(config: TrainConfig, runners: Sequence[EpisodeRunner], start: P
     return replace(own, network=start.config.network)
 
 
-def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
+def make_runner(config: TrainConfig, task: str, make_fleet: MakeFleet = growth_fleet) -> EpisodeRunner:
     """The hosts of one task in their groups; all tasks have the same number."""
     groups = Groups.of(config.hosts // len(config.tasks), config.members)
     spec = get_task(task) if config.batch is None else replace(get_task(task), batch=config.batch)
-    fleet = growth_fleet(spec, groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
+    fleet = make_fleet(spec, groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
     return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)

@@ -15,7 +15,7 @@ from torch import Tensor
 from esper.leyline import gain_over, head_preset, objective
 from esper.leyline.progress import Advance, ignore
 from esper.leyline.records import checksum, encode
-from esper.simic.evaluation.arena import Lineups, MakePolicy, SideBySide, distinct, divide, hardened, open_arena
+from esper.simic.evaluation.arena import Arena, Lineups, MakePolicy, SideBySide, distinct, divide, hardened, open_arena
 from esper.simic.evaluation.workers import RunAll
 from esper.simic.evaluation.yardsticks import plan_policy
 from esper.simic.offline.records import RecordWriter
@@ -45,6 +45,7 @@ class Trials:
     data_dir: Path | None = None
     record: Path | None = None
     defect: str = ""  # the kind of its hosts, numbered among themselves; empty: all hosts
+    arena: Arena | None = None  # where they are tried in this process; None: one of its own
 
     def __call__(
         self, run_all: RunAll, workers: int, advance: Advance, lineups: Lineups[Any], hosts: Sequence[int]
@@ -63,7 +64,9 @@ class Trials:
         self, lineups: Lineups[Any], hosts: Sequence[int], advance: Advance, share: tuple[range, range]
     ) -> Tensor:
         """Objectives (hosts, candidates) of one share, both given by index."""
-        arena = open_arena(get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir)
+        arena = self.arena or open_arena(
+            get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir
+        )
         make_policy: MakePolicy[Any] = heuristic_policy if self.kind == "heuristic" else plan_policy
         seeds = self.seeds([hosts[index] for index in share[1]])
         some = [[lineups[host][index] for index in share[0]] for host in share[1]]
