@@ -16,9 +16,11 @@ from gymnasium.wrappers import FlattenObservation
 from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import Learned, LearnProgress, NotFiniteError, PPOConfig, SpaceError, learn
 from esper.simic.agent.checkpoint import agent_tensors, restore_tensors
-from esper.simic.agent.environments import EnvBatch, SpaceCodec
-from esper.simic.agent.learning import RewardScale, RolloutCollector
+from esper.simic.agent.collector import RolloutCollector
+from esper.simic.agent.environments import LocalBatch
+from esper.simic.agent.learning import RewardScale
 from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.spaces import SpaceCodec
 from esper.tamiyo import EmptyMaskError, NetworkConfig
 from esper.tamiyo.memory import MemoryKind
 
@@ -71,10 +73,10 @@ class Bandit(gym.Env[Any, Any]):
 
 def collect(make: Made, config: PPOConfig = SMALL, n: int = 4) -> tuple[RolloutCollector, list[Bandit]]:
     """A collector after one round, and its environments."""
-    envs = EnvBatch(make, n)
+    envs = LocalBatch([make() for _ in range(n)])
     agent = PPOAgent(envs.codec.table, envs.codec.layout, config, total_updates=10)
     collector = RolloutCollector(envs, agent, [])
-    envs.reset(0)
+    envs.begin(range(n), range(n))
     collector.collect()
     return collector, [env for env in envs.envs if isinstance(env, Bandit)]
 
