@@ -79,7 +79,8 @@ def make(name: str) -> Env:
 
     env: Env = gym.make(name, disable_env_checker=True)
     if name.startswith("MiniGrid"):
-        env = FlattenObservation(minigrid.wrappers.ImgObsWrapper(env))
+        seen: Any = minigrid.wrappers.ImgObsWrapper
+        env = FlattenObservation(seen(env))
     return env
 
 
@@ -101,10 +102,7 @@ def play_randomly(name: str, seed: int) -> Episodes:
 
 def train_ours(name: str, seed: int, steps: int, config: PPOConfig) -> Episodes:
     """The training episodes of `learn`."""
-    learned = learn(
-        lambda: make(name), total_steps=steps, n_envs=ENVS, seed=seed, config=config, progress=False
-    )  # fmt: skip
-    return learned.returns
+    return learn(lambda: make(name), total_steps=steps, n_envs=ENVS, seed=seed, config=config, progress=False).returns
 
 
 def process_sequence(
@@ -127,27 +125,23 @@ def process_sequence(
 def train_theirs(name: str, seed: int, steps: int) -> Episodes:
     """The training episodes of RecurrentPPO."""
     from sb3_contrib import RecurrentPPO
-    from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
-    from stable_baselines3.common.callbacks import BaseCallback
+    from sb3_contrib.common.recurrent import policies
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    RecurrentActorCriticPolicy._process_sequence = staticmethod(process_sequence)
+    policy: Any = policies.RecurrentActorCriticPolicy
+    policy._process_sequence = staticmethod(process_sequence)
     episodes: Episodes = []
 
-    class Collect(BaseCallback):  # type: ignore[misc]  # of a library without types
-        """Stores the return of every episode."""
-
-        def _on_step(self) -> bool:
-            ended = [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
-            episodes.extend((self.num_timesteps, float(total)) for total in ended)
-            return True
+    def collect(variables: dict[str, Any], _: object) -> bool:  # Any: of a method of theirs
+        """Store the episodes that ended with a step."""
+        ended = [info["episode"]["r"] for info in variables["infos"] if "episode" in info]
+        episodes.extend((variables["self"].num_timesteps, float(total)) for total in ended)
+        return True
 
     envs = DummyVecEnv([lambda: Monitor(make(name))] * ENVS)
-    model = RecurrentPPO(
-        "MlpLstmPolicy", envs, n_steps=THEIR_STEPS, batch_size=THEIR_BATCH, seed=seed, device="cpu"
-    )  # fmt: skip
-    model.learn(steps, callback=Collect())
+    model = RecurrentPPO("MlpLstmPolicy", envs, n_steps=THEIR_STEPS, batch_size=THEIR_BATCH, seed=seed, device="cpu")
+    model.learn(steps, callback=collect)
     return episodes
 
 
@@ -255,12 +249,13 @@ def report(tasks: list[Task], arguments: argparse.Namespace, cells: dict[Cell, d
         seconds = statistics.fmean(cells[cell]["seconds"] for cell in cells if cell.agent == agent)
         row: list[object] = [agent, *(f"{statistics.fmean(values):.3f}" for values in by_task.values())]
         row += [f"{statistics.fmean(means):.3f}", f"{seconds:.0f}"]
-        results[agent] = {"returns": by_task, "mean": statistics.fmean(means), "seconds": seconds}
+        result: dict[str, Json] = {"returns": by_task, "mean": statistics.fmean(means), "seconds": seconds}
         if THEIRS in by_agent and agent != THEIRS:
             theirs = [statistics.fmean(each) for each in zip(*by_agent[THEIRS].values(), strict=True)]
             low, high = interval([mine - other for mine, other in zip(means, theirs, strict=True)])
             row.append(f"{(low + high) / 2:+.3f} ({low:+.3f} to {high:+.3f})")
-            results[agent] |= {"difference": [low, high], "reached": low > MARGIN}
+            result |= {"difference": [low, high], "reached": low > MARGIN}
+        results[agent] = result
         rows.append([*row, "-"][: len(tasks) + 4])
     header = ["agent", *(task.name for task in tasks), "mean", "CPU s", f"minus {THEIRS}, 95 %"]
     print_table("Normalised return in the last tenth of training", header, rows)

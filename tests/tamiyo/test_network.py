@@ -104,9 +104,8 @@ def test_an_lstm_of_two_layers_is_torch_s_own() -> None:
         [0.0] * 4 + [1.0] * 4 + [0.0] * 8
     ] * 2
     block, state = torch.randn(5, 2, 3), (torch.randn(2, 8), torch.randn(2, 8))
-    expected, (hidden, cell) = nn.LSTM.forward(
-        memory, block, tuple(part.view(2, 2, 4).transpose(0, 1).contiguous() for part in state)
-    )
+    before, cells = (part.view(2, 2, 4).transpose(0, 1).contiguous() for part in state)
+    expected, (hidden, cell) = nn.LSTM.forward(memory, block, (before, cells))
     found, following = memory.unroll(block, state)
     assert torch.equal(found, expected)
     assert torch.equal(following[0], torch.cat([*hidden], 1)) and torch.equal(following[1], torch.cat([*cell], 1))

@@ -110,12 +110,33 @@ def test_learns_on_every_kind_of_space(make: Made) -> None:
     [
         lambda: Bandit(spaces.Box(-1, 1, (2,), np.float32)),
         lambda: Bandit(spaces.MultiDiscrete(np.array([[2, 2]]))),
-        lambda: Bandit(seen=spaces.Dict({"a": spaces.Discrete(2)})),
+        lambda: Bandit(spaces.Dict({"a": spaces.Discrete(2)})),
     ],
 )
 def test_refuses_other_spaces(make: Made) -> None:
     with pytest.raises(SpaceError, match="allowed"):
         learn(make, total_steps=64, config=SMALL, progress=False)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-1, 1, (2,), np.float32)}),
+        spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3)]),
+        spaces.MultiDiscrete(np.array([2, 3])),
+        spaces.MultiBinary(3),
+    ],
+)
+def test_refuses_nested_observations(seen: spaces.Space[Any]) -> None:
+    """The error names the space and the remedy, which works."""
+
+    class Nested(Bandit):
+        def _see(self) -> Any:
+            return seen.sample()
+
+    with pytest.raises(SpaceError, match=rf"{re.escape(str(seen))}; allowed: Box, Discrete; .*FlattenObservation"):
+        learn(lambda: Nested(seen=seen), total_steps=64, config=SMALL, progress=False)
+    learn(lambda: FlattenObservation(Nested(seen=seen)), total_steps=16, n_envs=2, config=SMALL, progress=False)
 
 
 @pytest.mark.parametrize(

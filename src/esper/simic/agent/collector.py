@@ -78,7 +78,8 @@ class RolloutCollector:
 def rows_of(step: Step, chosen: Tensor) -> Step:
     """The chosen (n,) bool envs of a step."""
     masks = {name: mask[chosen] for name, mask in step.masks.items()}
-    return Step(*(masks if isinstance(part, dict) else part[chosen] for part in step))
+    others = {name: part[chosen] for name, part in step._asdict().items() if name != "masks"}
+    return Step(masks=masks, **others)
 
 
 def normalise(agent: PPOAgent, observations: Tensor) -> Tensor:

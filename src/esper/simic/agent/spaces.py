@@ -84,7 +84,8 @@ def read_spaces(observed: "Space[Any]", acted: "Space[Any]") -> SpaceCodec:
         size, categories, start = int(np.prod(observed.shape)), 0, 0
     else:
         raise SpaceError(
-            f"observation space {observed}; allowed: Box, Discrete; try gymnasium.wrappers.FlattenObservation"
+            f"observation space {observed}; allowed: Box, Discrete; gymnasium.wrappers.FlattenObservation turns Dict, "
+            "Tuple, MultiDiscrete and MultiBinary into a Box (leave images out of them)"
         )
     if isinstance(acted, spaces.Discrete):
         return SpaceCodec(size, categories, start, (int(acted.n),), (int(acted.start),), True)

@@ -1,7 +1,7 @@
 """Gymnasium's vectors as batches, and environments in processes of their own."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ class VectorBatch(EnvBatch):
         self._next: tuple[Any, dict[str, Any]] = (None, {})  # observations and infos of the last step
 
     def begin(self, indices: Sequence[int], seeds: Sequence[int | None]) -> None:
-        observations, infos = self.vector.reset(seed=list(seeds))
+        each: Any = list(seeds)  # typed as one seed for all, which is documented otherwise
+        observations, infos = self.vector.reset(seed=each)
         self.idle.zero_()
         self._start_all(indices, observations, infos)
 
@@ -133,12 +134,13 @@ def open_batch(
         raise BadValueError(
             f"make_env() returns {first!r}; it must return a gymnasium.Env or a gymnasium.vector.VectorEnv"
         )
+    make_one = cast("Callable[[], gymnasium.Env[Any, Any]]", make_env)
     if processes:
         read_spaces(first.observation_space, first.action_space)
         has_method = first.has_wrapper_attr("action_masks")
         first.close()
-        return VectorBatch(in_processes(make_env, n or default, has_method), codec)  # type: ignore[arg-type]
-    return LocalBatch([first, *(make_env() for _ in range((n or default) - 1))], codec)  # type: ignore[misc]
+        return VectorBatch(in_processes(make_one, n or default, has_method), codec)
+    return LocalBatch([first, *(make_one() for _ in range((n or default) - 1))], codec)
 
 
 def in_processes(
