@@ -116,7 +116,7 @@ def test_memory_settings_are_checked() -> None:
         NetworkConfig(memory_layers=0)
     with pytest.raises(BadValueError, match="memory_layers 2 with memory 'none'; only an LSTM has layers"):
         NetworkConfig(memory="none", memory_layers=2)
-    with pytest.raises(UnknownNameError, match="'gru'; allowed: lstm, none, window"):
+    with pytest.raises(UnknownNameError, match="'gru'; allowed: lstm, window, none"):
         NetworkConfig(memory="gru")  # type: ignore[arg-type]  # wrong on purpose
 
 
