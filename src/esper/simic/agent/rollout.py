@@ -70,8 +70,8 @@ class TamiyoRolloutBuffer:
         groups: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value in (("n_envs", n_envs), ("capacity", capacity), ("hidden", hidden)):
-            require_whole(name, value, 1)
+        for name, value, least in (("n_envs", n_envs, 1), ("capacity", capacity, 1), ("hidden", hidden, 0)):
+            require_whole(name, value, least)
         self.n_envs, self.capacity, self.table = n_envs, capacity, table
         self.device = torch.empty(0, device=device).device  # with its index
         shape = (n_envs, capacity)
