@@ -103,7 +103,9 @@ class RunLog:
                 moved = events.StageChanged(*where, *seed, source.name, target.name, change.cause)
                 self._events.write(**events.as_line(moved))
         if record.choices:
-            self._events.write(**events.as_line(events.HostFollowed(*where, [record.choices], [measured_seeds(states)])))
+            self._events.write(
+                **events.as_line(events.HostFollowed(*where, [record.choices], [measured_seeds(states)]))
+            )
         self._events.flush()  # first, so that a step with a line of metrics has all its events
         contributions = {
             slot_id: {"value": each.value, "error": each.error} for slot_id, each in record.contributions.items()

@@ -158,9 +158,7 @@ class PPOAgent:
         encoded = self.network.encode(observations)
         core, hidden_state = self.network.step(encoded.trunk, hidden_state)
         draws = None if greedy or uniform is None else uniform.to(self.device)
-        decision = self.network.decide(
-            core, encoded, masks, epsilon, uniform=draws, measured=False, followed=followed
-        )
+        decision = self.network.decide(core, encoded, masks, epsilon, uniform=draws, measured=False, followed=followed)
         values = self.network.value(core, encoded)
         numbers = torch.cat([observations.flatten(), values, decision.log_probs.flatten()])
         if not bool((decision.choices.amin() > 0) & numbers.isfinite().all()):

@@ -58,7 +58,9 @@ class StepWatch:
         states = [self.runner.fleet.states[env] for env in self.runner.groups.envs]
         for env, host in enumerate(self.followed):
             heads = zip(self.table.names, probs, open_heads[env], strict=True)
-            host.choices.append({name: likeliest(self.names[name], head[env]) for name, head, is_open in heads if is_open})
+            host.choices.append(
+                {name: likeliest(self.names[name], head[env]) for name, head, is_open in heads if is_open}
+            )
             host.measured.append(measured_seeds(states[env]))
         if self.live is not None:
             self.live.write(lambda: self._event(step, numbers, alphas, chosen, states, result))
