@@ -10,8 +10,9 @@ from esper.karn import panels
 from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
 from esper.karn.growth import read_growth
 from esper.karn.growth_page import growth_page
+from esper.karn.lines import Episode
 from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
-from esper.karn.state import Episode, Round, RunState, is_of_grower, read_header, read_run
+from esper.karn.state import Round, RunState, is_of_grower, read_header, read_run
 from esper.karn.taught import read_taught, taught_section
 from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
 from esper.leyline import BadValueError
