@@ -14,7 +14,7 @@ Gains are on test data, over the model without a seed.
 - `largest`: the seed with most parameters.
 - `random`: the mean over all cells.
 
-Finished seeds are stored in `--keep`. Started again, the script makes those that it lacks. The table counts all of them.
+Finished seeds are stored in `--keep`. Started again, the script makes those that it lacks; all of them count.
 """
 
 import argparse
