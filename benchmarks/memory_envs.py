@@ -254,7 +254,7 @@ def report(tasks: list[Task], arguments: argparse.Namespace, cells: dict[Cell, d
             theirs = [statistics.fmean(each) for each in zip(*by_agent[THEIRS].values(), strict=True)]
             low, high = interval([mine - other for mine, other in zip(means, theirs, strict=True)])
             row.append(f"{(low + high) / 2:+.3f} ({low:+.3f} to {high:+.3f})")
-            result |= {"difference": [low, high], "reached": low > MARGIN}
+            result |= {"difference": [float(low), float(high)], "reached": bool(low > MARGIN)}
         results[agent] = result
         rows.append([*row, "-"][: len(tasks) + 4])
     header = ["agent", *(task.name for task in tasks), "mean", "CPU s", f"minus {THEIRS}, 95 %"]

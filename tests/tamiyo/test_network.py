@@ -78,7 +78,7 @@ def test_without_recurrence_memory_has_no_say() -> None:
 
 
 @pytest.mark.parametrize("stretches", STRETCHES.values(), ids=STRETCHES)
-@pytest.mark.parametrize(("memory", "layers"), [("lstm", 2), ("lstm", 3), ("window", 1), ("none", 1)])
+@pytest.mark.parametrize(("memory", "layers"), [("lstm", 2), ("lstm", 3), ("window", 1), ("off", 1)])
 def test_every_memory_unrolls_what_it_steps(memory: MemoryKind, layers: int, stretches: Stretches) -> None:
     """From a state that is not empty. The state has the size that the settings say."""
     network = build("vector", NetworkConfig(16, 1, 16, 16, memory=memory, memory_layers=layers))
@@ -93,7 +93,7 @@ def test_every_memory_unrolls_what_it_steps(memory: MemoryKind, layers: int, str
     unrolled = network.unroll(network.encode(flat[ALIVE]).trunk, stretches, hidden_state)
     assert torch.allclose(unrolled, torch.stack(cores)[ALIVE], atol=1e-5)
     again = network.step(network.encode(flat[1]).trunk, hidden_state)[0]
-    assert torch.equal(cores[1], again) is (memory == "none")
+    assert torch.equal(cores[1], again) is (memory == "off")
 
 
 def test_an_lstm_of_two_layers_is_torch_s_own() -> None:
@@ -114,9 +114,9 @@ def test_an_lstm_of_two_layers_is_torch_s_own() -> None:
 def test_memory_settings_are_checked() -> None:
     with pytest.raises(BadValueError, match="memory_layers 0 is not an integer of 1 or more"):
         NetworkConfig(memory_layers=0)
-    with pytest.raises(BadValueError, match="memory_layers 2 with memory 'none'; only an LSTM has layers"):
-        NetworkConfig(memory="none", memory_layers=2)
-    with pytest.raises(UnknownNameError, match="'gru'; allowed: lstm, window, none"):
+    with pytest.raises(BadValueError, match="memory_layers 2 with memory 'off'; only an LSTM has layers"):
+        NetworkConfig(memory="off", memory_layers=2)
+    with pytest.raises(UnknownNameError, match="'gru'; allowed: lstm, window, off"):
         NetworkConfig(memory="gru")  # type: ignore[arg-type]  # wrong on purpose
 
 

@@ -41,7 +41,7 @@ class NetworkConfig:
     head: int = 64
     """Width of the actor's and the critic's layer after the memory."""
     memory: MemoryKind = "lstm"
-    """What it remembers by: an LSTM, a window of the last four observations, or nothing (a feed-forward policy)."""
+    """What it remembers by: an LSTM, a window of the last four observations, or nothing (`off`: feed-forward)."""
     memory_layers: int = 1
     """Layers of the LSTM."""
     recurrent: bool = True
@@ -70,7 +70,7 @@ class NetworkConfig:
     @property
     def state_size(self) -> int:
         """Numbers in each of the two parts of a hidden state."""
-        sizes = {"lstm": self.memory_layers * self.hidden, "window": (WINDOW - 1) * self.encoder, "none": 0}
+        sizes = {"lstm": self.memory_layers * self.hidden, "window": (WINDOW - 1) * self.encoder, "off": 0}
         return sizes[self.memory]
 
 

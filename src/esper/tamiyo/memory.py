@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 # Of an LSTM: hidden and cell, layer by layer; of a window: earlier steps and nothing; without memory: no numbers.
 HiddenState = tuple[Tensor, Tensor]
-MemoryKind = Literal["lstm", "window", "none"]
+MemoryKind = Literal["lstm", "window", "off"]
 
 WINDOW = 4  # observations that a window holds, the current one included
 FORGET_BIAS = 1.0
@@ -95,5 +95,5 @@ class NoMemory(nn.Module):
 MEMORIES: dict[MemoryKind, type[LstmMemory] | type[WindowMemory] | type[NoMemory]] = {
     "lstm": LstmMemory,
     "window": WindowMemory,
-    "none": NoMemory,
+    "off": NoMemory,
 }

@@ -372,7 +372,7 @@ def test_a_category_that_the_space_lacks_is_refused(observation: int) -> None:
     assert row.tolist() == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(("memory", "layers"), [("none", 1), ("lstm", 2)])
+@pytest.mark.parametrize(("memory", "layers"), [("off", 1), ("lstm", 2)])
 def test_other_memories_learn_and_come_back(memory: MemoryKind, layers: int, tmp_path: Path) -> None:
     """A feed-forward policy and a deeper LSTM: trained, saved and loaded; no other network reads their file."""
     network = replace(SMALL.network, memory=memory, memory_layers=layers)

@@ -30,6 +30,7 @@ from esper.tolaria import HostFleet, HostTrainer
 SWITCHES: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "no shaping": ([], "[reward]\nshaping = 0", {"reward.shaping": 0.0}),
     "no memory": ([], "[ppo.network]\nrecurrent = false", {"ppo.network.recurrent": False}),
+    "feed-forward": ([], "[ppo.network]\nmemory = 'off'", {"ppo.network.memory": "off"}),
     "critic without the control": ([], "ppo.network.informed_critic = false", {"ppo.network.informed_critic": False}),
     "joint clipping": ([], "[ppo]\nclipping = 'joint'", {"ppo.clipping": "joint"}),
     "lambda 1": ([], "[ppo]\nlam = 1", {"ppo.lam": 1.0}),
