@@ -3,10 +3,12 @@
     python benchmarks/plan_table.py --task cifar_growth --epochs 8 12 20 --pairs 24 --device cuda --keep FOLDER
     python benchmarks/plan_table.py --task cifar_growth --rates 0.05 0.1 0.2 --shifts 2 4 --device cuda --keep FOLDER
     python benchmarks/plan_table.py --task cifar_varied --kinds all --hosts 2 --device cuda --keep FOLDER
-    python benchmarks/plan_table.py --task digits_varied --hosts 8
+    python benchmarks/plan_table.py --task shakespeare_char --shapes 2-32 3-32 --epochs 16 --device cuda --keep FOLDER
+    python benchmarks/plan_table.py --task digits_varied --hosts 8 --told told.json
 
 A task is laid out by this: the length of its episodes, its slots, its budget, its rate and augmentation, and the kinds
-of its hosts. Every combination of --epochs, --rates and --shifts is a setting; with --keep a stopped call continues.
+of its hosts. Every combination of --epochs, --rates, --shifts and --shapes is a setting; with --keep a stopped call
+continues.
 Objectives are in points, on validation images of hosts of the tuning range.
 
 Plans are chosen on every other host and scored on the rest, so that luck does not count. With several kinds, knowing
@@ -15,6 +17,7 @@ every mix of designs whose blocks are drawn from two or more of 3w, 1w, 3n and 1
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -31,11 +34,12 @@ from torch import Tensor
 
 from esper.kasmina import CNNHost
 from esper.leyline import gain_over, head_preset, objective
-from esper.leyline.records import checksum
+from esper.leyline.records import checksum, encode
 from esper.simic.evaluation.arena import Arena, envs_at_once, hardened
 from esper.simic.evaluation.yardsticks import extensions, plan_policy
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import host_seed
+from esper.storage.files import replace_file
 from esper.tamiyo.policies import Plan
 from esper.tolaria import Task, get_task
 from esper.tolaria.data import ImageData
@@ -49,6 +53,7 @@ class Setting(NamedTuple):
     epochs: int | None
     rate: float | None
     shift: int | None
+    shape: str | None
 
     def __str__(self) -> str:
         parts = [f"{name} {value}" for name, value in self._asdict().items() if value is not None]
@@ -68,19 +73,32 @@ def variant(arguments: argparse.Namespace, setting: Setting) -> Task:
         changes["shift"] = setting.shift
     if arguments.steps is not None:
         changes["steps"] = arguments.steps
+    host = task.build_host()
+    config: dict[str, Any] = dict(host.config() or {})  # Any: arguments of its constructor
     if arguments.kinds:
-        host = task.build_host()
-        config: dict[str, Any] = {**(host.config() or {}), "masked": True}  # Any: arguments of its constructor
         kinds = designs(BLOCKS, len(config["channels"])) if arguments.kinds == ["all"] else arguments.kinds
-        changes |= {"build_host": partial(CNNHost, **config), "defects": tuple(kinds)}
-    task = replace(task, **changes)
+        config["masked"], changes["defects"] = True, tuple(kinds)
+    if setting.shape is not None:
+        numbers = [int(number) for number in setting.shape.split("-")]
+        if isinstance(host, CNNHost):
+            config["channels"] = numbers
+        else:
+            config["layers"] = config["groups"] = numbers[0]
+            config["width"] = numbers[1]
+            changes["slot_ids"] = tuple(f"r0c{column}" for column in range(numbers[0] - 1))
+    task = replace(task, build_host=partial(type(host), **config), **changes)
     if setting.epochs is None:
         return task
-    data = task.load_data(arguments.data_dir)
-    assert isinstance(data, ImageData)
-    return replace(
-        task, batches_per_step=max(1, round(setting.epochs * len(data.train.labels) / task.batch / task.steps))
-    )
+    minibatches = setting.epochs * samples_of(task, arguments.data_dir) / task.batch
+    return replace(task, batches_per_step=max(1, round(minibatches / task.steps)))
+
+
+def samples_of(task: Task, data_dir: Path | None) -> int:
+    """Training images, or windows of text side by side."""
+    data = task.load_data(data_dir)
+    if isinstance(data, ImageData):
+        return len(data.train.labels)
+    return len(data.train) // int(task.slot_config.slots[0].resolution or 1)
 
 
 def designs(blocks: Sequence[str], depth: int) -> list[str]:
@@ -216,6 +234,9 @@ def report_setting(arguments: argparse.Namespace, setting: Setting) -> dict[str,
         },
         "alone": {kind: statistics.fmean(own[plans.index(Plan()), :, 2].tolist()) for kind, own in by_kind.items()},
     }
+    if arguments.told is not None:
+        best = {kind: plans[int(own[..., 0].mean(1).argmax())] for kind, own in by_kind.items()}
+        replace_file(arguments.told, json.dumps(encode(best), indent=1) + "\n")
     if arguments.hosts > 1:
         told, common = worth_of_knowing(by_kind)
         content |= {"told": told, "best_plan": common}
@@ -232,6 +253,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, nargs="*", default=[None], help="passes over the data in an episode")
     parser.add_argument("--rates", type=float, nargs="*", default=[None], help="learning rates")
     parser.add_argument("--shifts", type=int, nargs="*", default=[None], help="pixels by which images may move")
+    parser.add_argument("--shapes", nargs="*", default=[None], help="widths of blocks, e.g. 8-16-32; layers-width")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--budget", default="task", help="parameters, `task` for the task's, or `none`")
     parser.add_argument("--hosts", type=int, default=4, help="of each kind")
@@ -242,11 +264,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--keep", type=Path, default=None, help="folder from which a stopped call continues")
+    parser.add_argument("--told", type=Path, default=None, help="write the best plan of each kind, for `told:FILE`")
     parser.add_argument("--name", default="", help="added to the name of the JSON")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = [Setting(*each) for each in product(arguments.epochs, arguments.rates, arguments.shifts)]
+    settings = [
+        Setting(*each) for each in product(arguments.epochs, arguments.rates, arguments.shifts, arguments.shapes)
+    ]
     found = {setting: report_setting(arguments, setting) for setting in settings}
     rows = [
         [

@@ -12,7 +12,6 @@ objective on held-out hosts.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,7 @@ from esper.simic.training.policy_files import copy_knowledge
 from esper.simic.training.together import Learner
 from esper.simic.training.trainer import Begin
 from esper.simic.tuning import Search, Trials
-from esper.storage.files import replace_file
+from esper.storage.files import remove_leftovers, replace_file
 from esper.tamiyo.policies import Plan
 from esper.tolaria import Task, get_task
 
@@ -264,16 +263,18 @@ def teach(
     workers: int = 1,
     progress: bool = True,
     open_own: OpenArena | None = None,
+    records: Path | None = None,
 ) -> None:
     """Search plans, write their records to the run's folder, and make the agent imitate the best ones.
 
     The agent gets the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU,
-    where the records are. `open_own`: opens the arenas of the search, if it shares their fleets with others.
+    where the records are. `open_own`: opens the arenas of the search, if it shares their fleets with others. `records`:
+    folder of the records instead of the run's. Episodes that an earlier process recorded are not played again.
     """
     teaching, settings = folder / FOLDER, config.teach
-    shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
-    search_all(config, teaching / RECORDS, workers, progress=progress, open_own=open_own)
-    lessons = read_lessons(config, agent, teaching / RECORDS)
+    records = records or teaching / RECORDS
+    search_all(config, records, workers, progress=progress, open_own=open_own)
+    lessons = read_lessons(config, agent, records)
     total = settings.epochs * (len(settings.betas) * len(settings.pooling) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
         choices = choose(settings, agent, lessons, config.seed, advance)
@@ -289,24 +290,27 @@ def teach(
         "choices": encode(choices),
         "accuracy": encode(accuracy(student, lessons.weighted(best.imitated))),
     }
+    teaching.mkdir(exist_ok=True)
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def shared_arenas(learner: Learner, learners: int, device: str, data_dir: Path | None) -> OpenArena:
+    """What opens the arenas of a learner that shares its fleets with others."""
+    # On the CPU a search has fleets of the size that it has alone, so that its records are the same to the bit.
+    at_once = envs_at_once(device) // (1 if torch.device(device).type == "cpu" else learners)
+
+    def open_own(task: Task, preset: HeadPreset) -> Arena:
+        settings = {"device": device, "data_dir": data_dir, "at_once": at_once}
+        return Arena(task, preset, make_fleet=learner.search_fleet, **settings)  # type: ignore[arg-type]  # by name
+
+    return open_own
 
 
 def teach_shared(config: TrainConfig, learner: Learner, learners: int) -> Begin:
     """What teaches one of several learners, whose searches share their fleets."""
-    on_cpu = torch.device(config.device).type == "cpu"  # there each keeps the size that a search alone has
-
-    def open_own(task: Task, preset: HeadPreset) -> Arena:
-        return Arena(
-            task,
-            preset,
-            device=config.device,
-            data_dir=config.data_dir,
-            make_fleet=learner.search_fleet,
-            at_once=envs_at_once(config.device) // (1 if on_cpu else learners),
-        )
 
     def begin(agent: PPOAgent, folder: Path) -> None:
+        open_own = shared_arenas(learner, learners, config.device, config.data_dir)
         teach(config, agent, folder, progress=False, open_own=open_own)
         learner.end_search()
 
@@ -328,6 +332,7 @@ def search_all(
     total, preset = config.teach.episodes, head_preset(config.preset)
     with progress_bar("searching plans", total, shown=progress) as advance, run_with(workers) as run_all:
         for name in config.tasks:
+            remove_leftovers(records / name)
             arena = None if open_own is None else open_own(get_task(name), preset)
             where = (config.device, config.data_dir, records / name)
             trials = Trials(name, "schedule", preset.name, config.seed, *where, arena=arena)

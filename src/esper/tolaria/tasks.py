@@ -217,14 +217,14 @@ _CIFAR_BASELINE = replace(
     flip=True,
     optimiser=OptimiserConfig(rate=0.1),
 )
-# What growth pays on CIFAR-10 (benchmarks/plan_table.py): long enough that a seed pays its rent, and a budget for about
-# two of the five places, so that a plan has to choose.
+# Long episodes, in which a seed has time to pay its rent, and a budget for about two of the five places, so that a plan
+# has to choose. benchmarks/plan_table.py measures what a choice of these is worth.
 GROWTH_EPOCHS, GROWTH_BUDGET = 12, 6_000
 _CIFAR_TRAINING = 40_000  # images that are neither validation nor test
 _CIFAR_GROWTH = replace(
     _CIFAR_BASELINE,
     name="cifar_growth",
-    why="CIFAR-10 for long enough that growth pays: five places, and parameters for two",
+    why="CIFAR-10 in long episodes: five places to grow, and parameters for about two",
     slot_ids=("r0c0", "r1c0", "r0c1", "r1c1", "r1c2"),
     batches_per_step=round(GROWTH_EPOCHS * _CIFAR_TRAINING / (_CIFAR_BASELINE.batch * _CIFAR_BASELINE.steps)),
     budget=GROWTH_BUDGET,

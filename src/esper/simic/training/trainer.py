@@ -112,16 +112,17 @@ class Trainer:
 
     def run(self, *, progress: bool = True) -> None:
         """Train the remaining rounds. Ctrl-C and SIGTERM end it after the last complete round."""
-        if self._begin is not None:
-            self._teach(self._begin)
+        self.teach()
         with self.recorder.session(lambda: self.round, progress=progress):
             while self.round < self.config.rounds:
                 self.run_round()
 
-    def _teach(self, begin: Begin) -> None:
-        """Let the agent be taught, and store it as the checkpoint of round 0."""
+    def teach(self) -> None:
+        """Let the agent be taught, if it is new, and store it as the checkpoint of round 0."""
+        if self._begin is None:
+            return
         try:
-            begin(self.agent, self.folder.path)
+            self._begin(self.agent, self.folder.path)
             if self.agent.config.leash > 0:
                 self.agent.hold_to_start()
             self.recorder.save(self.agent, 0)

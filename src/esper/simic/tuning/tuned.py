@@ -10,6 +10,7 @@ from typing import Any
 from esper.leyline import BadValueError, UnknownNameError, head_preset
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
+from esper.simic.evaluation.arena import Arena
 from esper.simic.evaluation.workers import run_with
 from esper.simic.offline.shards import check_unused
 from esper.simic.training.hosts import check_device
@@ -60,21 +61,23 @@ def tune(
     progress: bool = True,
     record: Path | None = None,
     search: SearchMethod = "model",
+    arena: Arena | None = None,
 ) -> Tuned:
     """Search with at most this number of episodes, or for `told` this number per kind of host.
 
     `rng_seed` determines everything random. `record`: folder for records of all episodes; the JSON of a candidate is
     the name of its policy. `search`: how plans are searched; thresholds are always searched by halving.
+    `arena`: plays all episodes in this process, in fleets that it may share with others; records are then continued.
     """
     if kind not in TUNED_KINDS:
         raise UnknownNameError("kind of search", kind, TUNED_KINDS)
     if search not in SEARCH_METHODS:
         raise UnknownNameError("search", search, SEARCH_METHODS)
     check_device(device)
-    if record is not None:
+    if record is not None and arena is None:
         check_unused(record)
     task = get_task(task_name)
-    trials = Trials(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir, record)
+    trials = Trials(task_name, kind, head_preset(preset).name, rng_seed, device, data_dir, record, arena=arena)
     kinds = Counter[str](task.defects) if kind == "told" else Counter([""])  # by name: how often hosts are of it
     with progress_bar(f"tuning {kind}", len(kinds) * episodes, shown=progress) as advance, run_with(workers) as run_all:
         searches: dict[str, Search[Any]] = {  # Any: plans or thresholds
