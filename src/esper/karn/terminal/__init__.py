@@ -21,7 +21,7 @@ def runs_in(path: Path) -> list[Path]:
     runs = sorted(each.parent for each in path.glob(f"*/{CONFIG}"))
     if not runs:
         raise BadValueError(
-            f"{path} is no run folder, and no folder with runs: neither it nor what it holds has {CONFIG}"
+            f"{path} is no run folder, and no folder of runs: neither it nor what it holds has {CONFIG}"
         )
     return runs
 
