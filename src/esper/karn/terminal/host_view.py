@@ -82,7 +82,7 @@ def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) ->
         at: {slot: seed.stage for slot, seed in host.at(at).items()} for at in dict.fromkeys(begins) if at <= last
     }
     for slot in slots:
-        lane = styled((fitted(slot, AXIS), ""))
+        lane = styled(f"{fitted(slot, AXIS - 1)} ")
         for column, at in enumerate(begins):
             first = column == 0 or begins[column - 1] != at
             text, style = stage_cell(stages.get(at, {}).get(slot, SeedStage.DORMANT))

@@ -37,11 +37,9 @@ def _line(run: Watched, selected: bool, name: int, spark: int) -> Text:
     if isinstance(state, GrowthRun):
         curve = [step.accuracy if step.accuracy is not None else step.loss for step in state.steps]
         at = f"{state.complete}/{state.config.whole('steps')}"
-        return styled(
-            *start,
-            f" {at:>9} {left:>7} {number(curve[-1] if curve else None, '.1f'):>9} {'':>7}      ",
-            (" " + sparkline(curve, spark), "blue"),
-        )
+        unit = " %" if state.steps and state.steps[-1].accuracy is not None else ""
+        now = number(curve[-1] if curve else None, ".3g") + unit
+        return styled(*start, f" {at:>9} {left:>7} {now:>9} {'':>14}", (sparkline(curve, spark), "blue"))
     at = f"{state.complete + 1}/{safe(state.setting('rounds'))}"
     last = state.rounds[-1].columns if state.rounds else {}
     alarms = len(open_alarms(state.alarms))

@@ -152,12 +152,8 @@ class Fleet(ScrollView, can_focus=True):
 def fleet_caption(slots: Sequence[str], width: int) -> list[Text]:
     """What a cell of the fleet shows."""
     order = safe(", ".join(slots)) or "none known yet"
-    what = styled("Per host: number, slots, accuracy in %, ", ("gain", "green"), " over its control in points, ")
-    return [
-        what.append("course of the gain", COLOURS["blue"]),
-        styled((f"slots: {order}", "muted")),
-        *legend(width - 1),
-    ]
+    parts = "host, slots, accuracy in %, ", ("gain", "green"), " over its control, ", ("its course", "blue")
+    return [styled(*parts, (f"; slots: {order}", "muted")), *legend(width - 1)]
 
 
 class TabLabel(Static):
