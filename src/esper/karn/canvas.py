@@ -1,8 +1,7 @@
 """Figures of one style, as SVG for the page or as PNG. No window, no global figure: matplotlib's objects only.
 
 Pictures are drawn with the light value of a colour; inside the page it becomes a CSS variable, so that one drawing
-serves light and dark pages. The hues are those of Okabe and Ito, which people with any kind of colour vision can tell
-apart.
+serves light and dark pages.
 """
 
 import io
@@ -11,41 +10,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from esper.leyline import SeedStage
+from esper.karn.palette import FAINT, INK, MUTED, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PALETTE = {
-    "ink": ("#1b1f24", "#e6e9ec"),
-    "muted": ("#59636e", "#a3adb7"),
-    "faint": ("#d8dde2", "#39414a"),
-    "blue": ("#0072b2", "#5cb3ea"),
-    "vermilion": ("#c9500a", "#ff8f52"),
-    "green": ("#00865f", "#2fc596"),
-    "purple": ("#a8527f", "#dd93ba"),
-    "orange": ("#b87400", "#f2b04c"),
-    "sky": ("#3391c9", "#9ad4f7"),
-    "olive": ("#7d7300", "#e0d648"),
-    "grey": ("#7a828a", "#b8c0c8"),
-}
-"""Name → value on light pages, value on dark pages"""
-INK, MUTED, FAINT, *SERIES = (light for light, _ in PALETTE.values())
-BLUE, VERMILION, *_ = SERIES
-STAGES = {
-    SeedStage.GERMINATED: "#f0e442",
-    SeedStage.TRAINING: "#e69f00",
-    SeedStage.BLENDING: "#56b4e9",
-    SeedStage.HOLDING: "#0a6fae",
-    SeedStage.FOSSILIZED: "#009e73",
-    SeedStage.PRUNED: "#d55e00",
-    SeedStage.EMBARGOED: "#8c8c8c",
-    SeedStage.RESETTING: "#c4c4c4",
-}
-"""Bars of stages keep their colour on any page; an empty slot has none"""
-ON_BARS, AROUND = "#000000", "#ffffff"
-"""A line over a bar, and its rim"""
 _VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 _STYLE: Any = {  # Any: some versions of matplotlib list every key as a type of its own
     "font.size": 9,

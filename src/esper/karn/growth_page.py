@@ -5,9 +5,10 @@ from collections import Counter
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from esper.karn.canvas import BLUE, MUTED, SERIES, VERMILION, new_figure, whole_ticks
+from esper.karn.canvas import new_figure, whole_ticks
 from esper.karn.growth import GrowthRun
 from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
+from esper.karn.palette import BLUE, MUTED, SERIES, VERMILION
 from esper.karn.panels import gaps
 from esper.karn.timeline import MARKS, draw_lanes, marks_of
 

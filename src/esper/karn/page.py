@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from esper.karn.canvas import PALETTE, STAGES, to_svg
+from esper.karn.canvas import to_svg
+from esper.karn.palette import PALETTE, STAGES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,8 @@ from collections import Counter
 from itertools import cycle
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from esper.karn.canvas import MUTED, SERIES, new_figure, whole_ticks
+from esper.karn.canvas import new_figure, whole_ticks
+from esper.karn.palette import MUTED, SERIES
 from esper.karn.state import HEADLINES, RunState
 from esper.leyline import LifecycleOp
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from esper.karn.canvas import AROUND, BLUE, INK, MUTED, ON_BARS, STAGES, VERMILION, new_figure, to_png, whole_ticks
+from esper.karn.canvas import new_figure, to_png, whole_ticks
+from esper.karn.palette import AROUND, BLUE, INK, MUTED, ON_BARS, STAGES, VERMILION
 from esper.karn.panels import gaps
 from esper.karn.state import Episode, RunState, StageEvent, read_run
 from esper.leyline import SeedStage, UnknownNameError
