@@ -2,8 +2,18 @@
 
 from esper.karn.evaluations import Evaluation, read_evaluations
 from esper.karn.queries import Answer, ask
-from esper.karn.report import write_report
+from esper.karn.report import write_film, write_report
 from esper.karn.state import RunState, read_run
 from esper.karn.timeline import draw_growth
 
-__all__ = ["Answer", "Evaluation", "RunState", "ask", "draw_growth", "read_evaluations", "read_run", "write_report"]
+__all__ = [
+    "Answer",
+    "Evaluation",
+    "RunState",
+    "ask",
+    "draw_growth",
+    "read_evaluations",
+    "read_run",
+    "write_film",
+    "write_report",
+]

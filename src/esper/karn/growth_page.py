@@ -6,6 +6,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from esper.karn.canvas import new_figure, whole_ticks
+from esper.karn.film import film_of_growth
+from esper.karn.film_page import FILM_CAPTION, FILM_RULES, film_element, film_scripts
 from esper.karn.growth import GrowthRun
 from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
 from esper.karn.palette import BLUE, MUTED, SERIES, VERMILION
@@ -23,6 +25,8 @@ SECTIONS = {
     "parameters": "Parameters",
 }
 
+_UNRECORDED = "The log has no alpha: a seed is drawn half as large while it blends in, and in full size afterwards."
+
 
 def growth_page(run: GrowthRun) -> str:
     """The whole document."""
@@ -33,7 +37,13 @@ def growth_page(run: GrowthRun) -> str:
     ]
     title = f"Esper: {run.config['host']} in its own loop"
     links = [element("a", heading, href=f"#{name}") for name, heading in SECTIONS.items()]
-    return page(title, element("header", element("h1", title), element("nav", *links)), *sections)
+    return page(
+        title,
+        element("header", element("h1", title), element("nav", *links)),
+        *sections,
+        film_scripts(),
+        rules=FILM_RULES,
+    )
 
 
 def _summary(run: GrowthRun) -> list[Markup]:
@@ -93,7 +103,9 @@ def _growth(run: GrowthRun) -> list[Markup]:
     head = ("step", "accuracy (%)", "loss", "grown parameters")
     numbers = table(head, rows, "Validation results, and parameters of all seeds after the step.")
     listed = [element("ul", *remarks)] if remarks else []
-    return [stage_legend(), picture("growth", _draw_growth(run), caption), *listed, folded("All steps", numbers)]
+    film = film_element(film_of_growth(run), "growth-film", f"{FILM_CAPTION} {_UNRECORDED}")
+    timeline = picture("growth", _draw_growth(run), caption)
+    return [stage_legend(), timeline, *listed, film, folded("All steps", numbers)]
 
 
 def _contributions(run: GrowthRun) -> list[Markup]:

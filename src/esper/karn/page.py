@@ -67,8 +67,8 @@ def folded(title: str, part: str) -> Markup:
     return element("details", element("summary", title), part)
 
 
-def page(title: str, *parts: str) -> str:
-    """The whole document: it loads nothing from anywhere."""
+def page(title: str, *parts: str, rules: str = "") -> str:
+    """The whole document: it loads nothing from anywhere. `rules`: CSS of its parts."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PALETTE.items()) for i in (0, 1))
     colours = (
         f":root{{color-scheme:light dark;--paper:#ffffff;--panel:#f6f8fa;{light}}}\n"
@@ -81,7 +81,7 @@ def page(title: str, *parts: str) -> str:
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
         element("title", title),
-        element("style", Markup(colours + _RULES)),
+        element("style", Markup(colours + rules + _RULES)),
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', *parts)), lang='en')}\n"
 

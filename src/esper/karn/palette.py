@@ -47,3 +47,13 @@ ON_BARS, AROUND = "#000000", "#ffffff"
 def ink_on(stage: SeedStage) -> str:
     """The colour of letters on that of a stage: contrast of at least 5."""
     return AROUND if stage is SeedStage.HOLDING else ON_BARS
+
+
+def themed(colour: str) -> str:
+    """The CSS variable of a colour of the palette, which pages set for light and dark; other colours as they are."""
+    return _VARIABLES.get(colour, colour)
+
+
+PAPER = "#ffffff"
+"""The background of pictures; pages have a variable for it too"""
+_VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}

@@ -8,12 +8,24 @@ from pathlib import Path
 
 from esper.karn import panels
 from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
+from esper.karn.film import film_of_growth, film_of_host, host_of
+from esper.karn.film_files import save_film
+from esper.karn.film_page import FILM_CAPTION, FILM_RULES, film_element, film_scripts
 from esper.karn.growth import read_growth
 from esper.karn.growth_page import growth_page
 from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
 from esper.karn.state import Episode, Round, RunState, is_of_grower, read_header, read_run
 from esper.karn.taught import read_taught, taught_section
-from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
+from esper.karn.timeline import (
+    MARKS,
+    STANDINGS,
+    Standing,
+    choose_hosts,
+    draw_host,
+    episode_at,
+    marks_of,
+    rank_at,
+)
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 from esper.leyline.records import Json
@@ -67,8 +79,28 @@ def write_report(
     title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
     links = [element("a", SECTIONS[name], href=f"#{name}") for name in contents]
     header = element("header", element("h1", title), element("nav", *links))
-    replace_file(target, page(title, header, *sections))
+    replace_file(target, page(title, header, *sections, film_scripts(), rules=FILM_RULES))
     return target
+
+
+def write_film(
+    run_path: Path, out: Path, *, host: int | Standing | None = None, round: int | None = None, step: int | None = None
+) -> Path:
+    """Write the growth of one host as an animated GIF, or its end or one step as a PNG; the name of `out` says which.
+
+    `host`: its number, or best (the default), median or worst of the round. A Grower has one model and no rounds."""
+    run_path, out = Path(run_path), Path(out)
+    if is_of_grower(read_header(run_path)):
+        if host is not None or round is not None:
+            raise BadValueError(f"{run_path} is the folder of a Grower: it has one model; omit host and round")
+        film = film_of_growth(read_growth(run_path))
+    else:
+        run = read_run(run_path, round)
+        episodes = run.episodes[run.shown]
+        episode = host_of(episodes, host) if isinstance(host, int) else episode_at(episodes, host or "best")
+        film = film_of_host(run, episode)
+    save_film(film, out, step)
+    return out
 
 
 def _summary(run: RunState) -> list[Markup]:
@@ -106,6 +138,7 @@ def _present(sentence: str, settings: Json, *keys: str) -> str | None:
 
 
 def _growth(run: RunState, hosts: int) -> list[Markup]:
+    chosen = choose_hosts(run.episodes[run.shown], hosts)
     return [
         element(
             "p",
@@ -114,11 +147,15 @@ def _growth(run: RunState, hosts: int) -> list[Markup]:
             " across is a panic, after which the host went back to its snapshot. A control began alike and never grew.",
         ),
         stage_legend(),
-        *(
-            picture(f"host{index}", draw_host(run, episode), _life(run, rank, episode))
-            for index, (rank, episode) in enumerate(choose_hosts(run.episodes[run.shown], hosts))
-        ),
+        *(part for index, host in enumerate(chosen) for part in _host(run, f"host{index}", *host)),
     ]
+
+
+def _host(run: RunState, name: str, rank: int, episode: Episode) -> tuple[Markup, Markup]:
+    """The timeline of a host, and its film."""
+    film = film_element(film_of_host(run, episode), f"{name}-film", FILM_CAPTION)
+    timeline = picture(name, draw_host(run, episode), _life(run, rank, episode))
+    return timeline, film if rank == 0 else folded("Its network, step by step", film)
 
 
 def _policies(evaluations: list[Evaluation]) -> list[Markup]:
