@@ -146,7 +146,7 @@ def test_letters_of_stages_are_readable() -> None:
 
     assert len(set(LETTERS.values())) == len(SeedStage)
     for stage_, colour in STAGES.items():
-        dark, light = sorted((luminance(colour), luminance(ink_on(stage_))))
+        dark, light = sorted((luminance(colour), luminance(ink_on(colour))))
         assert (light + 0.05) / (dark + 0.05) >= 4.5, stage_
 
 

@@ -27,7 +27,8 @@ from esper.karn import panels, read_evaluations, write_report
 from esper.karn.evaluations import draw_evaluation
 from esper.karn.page import element
 from esper.karn.panels import columns_of, health_panels
-from esper.karn.report import SECTIONS, ends_of, what_was_learned
+from esper.karn.report import SECTIONS
+from esper.karn.sections import ends_of, what_was_learned
 from esper.karn.state import HEADLINES, read_run
 
 

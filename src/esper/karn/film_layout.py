@@ -160,7 +160,7 @@ def _seed(x: float, y: float, state: SlotState) -> list[Shape]:
     acts = state.alpha is not None and state.size > 0
     radius = SMALL + state.size * (LARGE - SMALL) if stage in LIVE_STAGES else SMALL
     fill = STAGES.get(stage, PAPER)
-    ink = ink_on(stage) if stage in STAGES else MUTED
+    ink = ink_on(fill) if stage in STAGES else MUTED
     name = clip(state.blueprint or "", 13)
     return [
         Circle(x, middle, radius, fill, INK if stage in STAGES else MUTED),
@@ -252,6 +252,6 @@ def _legend(film: Film) -> list[Shape]:
         x = MARGIN + 9 + column * (WIDTH - 2 * MARGIN) / _KEYS_PER_ROW
         y = _chart_top(film) + CHART + 40 + 22 * row
         shapes.append(Circle(x, y, 8.5, STAGES[stage], INK))
-        shapes.append(Text(x, y + 4, LETTERS[stage], 10.5, ink_on(stage), "middle", True))
+        shapes.append(Text(x, y + 4, LETTERS[stage], 10.5, ink_on(STAGES[stage]), "middle", True))
         shapes.append(Text(x + 14, y + 4, stage.name.lower(), 12, INK))
     return shapes

@@ -44,9 +44,16 @@ ON_BARS, AROUND = "#000000", "#ffffff"
 """A line over a colour of a stage, and its rim"""
 
 
-def ink_on(stage: SeedStage) -> str:
-    """The colour of letters on that of a stage: contrast of at least 5."""
-    return AROUND if stage is SeedStage.HOLDING else ON_BARS
+def ink_on(colour: str) -> str:
+    """Black or white, whichever has more contrast on a colour."""
+    red, green, blue = (_linear(int(colour[place : place + 2], 16) / 255) for place in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return ON_BARS if luminance > 0.179 else AROUND  # where both have a contrast of 4.6
+
+
+def _linear(part: float) -> float:
+    """Light of a part of an sRGB colour."""
+    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
 
 
 def themed(colour: str) -> str:
