@@ -18,7 +18,6 @@ from esper.karn.film_layout import LARGE, PER_ROW, SMALL, WIDTH, Circle, Line, R
 from esper.karn.film_page import film_element
 from esper.karn.growth import read_growth
 from esper.karn.palette import LETTERS, STAGES, ink_on
-from esper.karn.timeline import episode_at
 from esper.leyline import BadValueError, SeedStage, UnknownNameError
 
 
@@ -26,7 +25,7 @@ from esper.leyline import BadValueError, SeedStage, UnknownNameError
 def film(tmp_path: Path) -> Film:
     """The best host of the last round: germinated at 2, ticks one later, advance at 4, held from 6, committed at 7."""
     run = read_run(write_run(tmp_path))
-    return film_of_host(run, episode_at(run.episodes[run.shown], "best"))
+    return film_of_host(run, 2)
 
 
 def many_slots(count: int) -> Film:
@@ -37,11 +36,11 @@ def many_slots(count: int) -> Film:
 
 
 def test_a_host_step_by_step(film: Film) -> None:
-    """Each frame has the stages in which the next step trains, the alpha it trains with, and the last accuracy."""
+    """Each frame has the decisions up to it, and the alpha and accuracy of the step before it."""
     column = film.slots.index("r1c0")
     states = [frame.slots[column] for frame in film.frames]
     assert [state.stage.name[0] for state in states] == list("DDGTBBHFF")
-    assert [state.alpha for state in states] == [0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert [state.alpha for state in states] == [0, 0, 0, 0, 0.5, 1.0, 1.0, 1.0, 1.0]
     assert [state.blueprint for state in states] == [None] * 2 + ["depthwise"] * 7
     assert [frame.score for frame in film.frames] == [None, *(42.0 + step for step in range(8))]
     assert [frame.control for frame in film.frames][:3] == [None, 40.0, 40.5]
@@ -56,18 +55,17 @@ def test_blocks() -> None:
     """One before each slot and one behind the last; row 1 lies behind the pooling of its block."""
     assert blocks_of(["r1c0", "r1c1"]) == ("block 0", "block 1", "output")
     assert blocks_of(["r0c0", "r1c0", "r0c3"]) == ("block 0", "pool 0", "blocks 1-3", "output")
-    assert blocks_of(["odd"]) == ("up to odd", "output")
+    assert blocks_of(["odd"]) == ("odd", "output")
     assert blocks_of([]) == ("output",)
 
 
 def test_a_grower_step_by_step(tmp_path: Path) -> None:
-    """Its log has no alpha: the size follows the stage. Steps count from 1; the first frame is before them."""
+    """Its seeds act from the step after their birth on. Steps count from 1; the first frame is before them."""
     film = film_of_growth(read_growth(write_growth(tmp_path)))
     states = [frame.slots[0] for frame in film.frames]
     assert [frame.step for frame in film.frames] == list(range(6))
     assert [state.stage.name[0] for state in states] == list("DBHHFF")
-    assert [state.size for state in states] == [0, 0.5, 1, 1, 1, 1]
-    assert states[1].alpha is None
+    assert [state.alpha for state in states] == [0, 0, 1, 1, 1, 1]
     assert film.blocks == ("layer1.0", "layer2", "output")
     assert film.frames[1].note == "norm germinated in layer1.0; 600 of 1,000 parameters grown"
     assert "panic" in film.frames[4].note
@@ -202,7 +200,8 @@ def test_on_the_page(film: Film) -> None:
     column = [isinstance(shape, Circle) for shape in moving(film, film.frames[0])].index(True)
     radii = [(frame, float(values["r"])) for frame, values in data["tracks"][column]]
     assert radii[0] == (0, SMALL)
-    assert (4, LARGE) in radii
+    assert (4, (SMALL + LARGE) / 2) in radii
+    assert (5, LARGE) in radii
     (slider,) = [attributes for tag, attributes in page.tags if tag == "input"]
     assert (slider["min"], slider["max"], slider["value"]) == ("0", "8", "8")
     assert "step 8 of 8" in page.text("text")
@@ -213,7 +212,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     name = "</script><img src=x onerror=alert(1)>\x1b[2J"
     events = [stage(0, 1, 0, name, "DORMANT", "GERMINATED", "germinate", name), episode(0, 0, 1.0)]
     run = read_run(write_run(tmp_path, [metrics(0)], events, task=name))
-    film = film_of_host(run, run.episodes[0][0])
+    film = film_of_host(run, 0)
     text = film_element(film, "one", "A caption.")
     page = Page(text)
     assert {tag for tag, _ in page.tags}.isdisjoint({"img"})

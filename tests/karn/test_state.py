@@ -8,8 +8,8 @@ import pytest
 from karn.run_folders import STEPS, default_events, episode, life, metrics, stage, write_lines, write_run
 
 from esper.karn import read_run
+from esper.karn.lines import Commit
 from esper.karn.queries import ask
-from esper.karn.state import Commit
 from esper.leyline import BadValueError, EsperError, SeedStage
 
 
@@ -78,7 +78,7 @@ def test_a_torn_last_line_is_survived(name: str, tmp_path: Path) -> None:
 
 def test_events_of_an_unfinished_round_do_not_count(tmp_path: Path) -> None:
     """And kinds of events that the report does not know are left alone."""
-    unfinished = [*life(2, 0, "r1c2", 0), episode(2, 0, 99.0), {"kind": "alarm", "what": "KL"}]
+    unfinished = [*life(2, 0, "r1c2", 0), episode(2, 0, 99.0), {"kind": "rumour", "what": "KL"}]
     run = read_run(write_run(tmp_path, events=[*default_events(), *unfinished]))
     assert run.shown == 1
     assert sorted(run.episodes) == [0, 1]

@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from esper.karn import draw_growth, read_run
+from esper.karn.lines import Episode, StageEvent
 from esper.karn.palette import STAGES
-from esper.karn.state import Episode, RunState, StageEvent
+from esper.karn.state import RunState
 from esper.karn.timeline import MARKS, STANDINGS, Span, choose_hosts, draw_host, marks_of, spans_of
 from esper.leyline import SeedStage, StorageError, UnknownNameError
 

@@ -32,9 +32,11 @@ from esper.kasmina.compare import IGNORED, Comparison, RowScore, paired_differen
 from esper.kasmina.slot import Role
 from esper.leyline import ACTIVE_STAGES, BadValueError, LifecycleOp, SeedStage, StageChange, derive_seed, head_preset
 from esper.leyline.records import Json
+from esper.nissa.events import Choices
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.training.episode import apply_action, apply_ops
 from esper.simic.training.hosts import Groups
+from esper.simic.training.live import choice_names, considered
 from esper.simic.training.observe import Observer
 from esper.tamiyo import Policy, PolicyView, growth_layout, growth_masks, growth_table, signals_to_features
 from esper.tamiyo.commit_rule import CommitRule
@@ -100,7 +102,13 @@ class Decider:
         self.table, self.layout = growth_table(self.preset, slots), growth_layout(slots)
         # Seeds act from birth here, so their trial is the time in HOLDING.
         self.rule = CommitRule(holding_steps=trial_of(steps)) if self.preset.commits_by_rule else None
-        self.sensing |= isinstance(self.policy, LearnedPolicy)
+        self.names: dict[str, list[str]] = {}
+        """Of the choices of a learned policy, by head"""
+        self.choices: Choices = {}
+        """What it considered last"""
+        if isinstance(self.policy, LearnedPolicy):
+            self.sensing, self.policy.followed = True, 1
+            self.names = choice_names(self.policy.table, slots, self.policy.agent.layout)
         self.state = None if self.policy is None else self.policy.initial_state([growing.rng_seed])
         self.last_op = int(LifecycleOp.WAIT)
         self.guard = Guard(growing)
@@ -193,7 +201,7 @@ class Decider:
 
     def decide(self) -> tuple[list[Action], list[StageChange]]:
         """Ask the policy and carry out its actions: rules may act several times in a step, other policies once."""
-        self.growing.progress = min(1.0, self.step / self.steps)
+        self.growing.progress, self.choices = min(1.0, self.step / self.steps), {}
         if self.own is None:
             waits = self.adaptation is not None and self.step < head_steps(self.steps)
             return ([], []) if waits else self._act()
@@ -207,6 +215,8 @@ class Decider:
         generator = torch.Generator().manual_seed(derive_seed(self.growing.rng_seed, "actions", self.step))
         uniform = torch.rand(1, len(self.table.heads), generator=generator).to(self.growing.device)
         chosen, self.state = self.policy.act(view, self.state, uniform)
+        if isinstance(self.policy, LearnedPolicy) and self.policy.decision is not None:
+            self.choices = considered(self.names, self.policy.decision)
         indices = chosen[0].tolist()
         self.last_op = int(indices[0])
         actions = [*self._ruled(ruled), self._named(indices)]

@@ -261,7 +261,7 @@ class Grower:
             decider.guard.take(decider.step)
         if log is not None:
             blueprints = {slot_id: before[slot_id] or name for slot_id, name in self._blueprints().items()}
-            log.write(record, blueprints, time.perf_counter() - begun)
+            log.write(record, blueprints, decider.growing.states[0], self.steps, time.perf_counter() - begun)
         return record
 
     def _blueprints(self) -> dict[str, str | None]:
@@ -289,6 +289,7 @@ class Grower:
             changes=(*ticks, *changes),
             contributions={slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
             remarks=(*remarks, *(("contributions need validation data, not a number",) if blind else ())),
+            choices=decider.choices,
         )
 
     def _undo(self, decider: Decider, main: RowScore, symptom: Symptom) -> GrowthRecord:

@@ -44,6 +44,8 @@ class GrowthRecord:
     """What could not be measured or done, and why; or what was undone"""
     panic: str | None = None
     """NOT_FINITE or DIVERGENCE, if the model had diverged and its last step was restored"""
+    choices: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What a learned policy chose among, by head, with probabilities"""
 
     def to_json(self) -> Json:
         """For other processes."""

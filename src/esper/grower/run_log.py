@@ -6,6 +6,7 @@ A step is complete when `metrics.jsonl` has its line. Steps count from 1, as the
 
 import gc
 import json
+import time
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,9 +17,11 @@ import torch
 
 from esper.grower.policies import OwnPolicy
 from esper.grower.records import GrowthRecord
+from esper.kasmina import SeedState
 from esper.leyline import BadValueError, CheckpointError, SeedStage, StageChange
 from esper.leyline.records import Json, config_checksum, encode
-from esper.nissa import events
+from esper.nissa import LiveFile, events
+from esper.simic.training.live import finite, measured_seeds, seed_rows
 from esper.simic.training.run_folder import CONFIG, EVENTS, METRICS, git_hash
 from esper.storage.files import folder_lock, remove_leftovers, replace_file, storage_errors
 from esper.storage.logs import JsonLines
@@ -79,8 +82,18 @@ class RunLog:
                 )
             self._open(stack, settings, (_end_of(self.path / EVENTS, step)[0], offset))
 
-    def write(self, record: GrowthRecord, blueprints: Mapping[str, str | None], seconds: float) -> None:
-        """Log a step, and wait until it is on the disk. `blueprints`: of the seeds that it concerned, by slot."""
+    def write(
+        self,
+        record: GrowthRecord,
+        blueprints: Mapping[str, str | None],
+        states: Mapping[str, SeedState],
+        steps: int,
+        seconds: float,
+    ) -> None:
+        """Log a step, and wait until it is on the disk. `blueprints`: of the seeds that it concerned, by slot.
+
+        `states` are those of the slots after the step, of `steps` steps in all.
+        """
         where = (0, self._host, record.step, 0)  # the one host of the one round
         if record.panic is not None:
             self._events.write(**events.as_line(events.Panicked(*where, [record.panic])))
@@ -89,6 +102,10 @@ class RunLog:
                 seed = change.slot_id, blueprints[change.slot_id]
                 moved = events.StageChanged(*where, *seed, source.name, target.name, change.cause)
                 self._events.write(**events.as_line(moved))
+        if record.choices:
+            self._events.write(
+                **events.as_line(events.HostFollowed(*where, [record.choices], [measured_seeds(states)]))
+            )
         self._events.flush()  # first, so that a step with a line of metrics has all its events
         contributions = {
             slot_id: {"value": each.value, "error": each.error} for slot_id, each in record.contributions.items()
@@ -104,6 +121,7 @@ class RunLog:
         }
         self._metrics.write(**encode(values))
         self._metrics.flush()
+        self._live.write(lambda: _step_taken(self._host, record, blueprints, states, steps))
 
     def finish(self, step: int, kept: list[str], dropped: list[str]) -> None:
         """Log which seeds stay, and close."""
@@ -163,12 +181,48 @@ class RunLog:
         self._host = settings["host"]
         self._events = stack.enter_context(JsonLines(self.path / EVENTS, offsets[0]))
         self._metrics = stack.enter_context(JsonLines(self.path / METRICS, offsets[1]))
+        self._live = stack.enter_context(LiveFile(self.path))
+        self._live.begin(0)
         self._closing = weakref.finalize(self, stack.pop_all().close)
 
 
 def policy_name(policy: str | Path | OwnPolicy) -> str:
     """The name of a rule, the folder of a learned policy, or the name of a function."""
     return getattr(policy, "__qualname__", type(policy).__name__) if callable(policy) else str(policy)
+
+
+def _step_taken(
+    host: str,
+    record: GrowthRecord,
+    blueprints: Mapping[str, str | None],
+    states: Mapping[str, SeedState],
+    steps: int,
+) -> events.StepTaken:
+    """The step for those who watch. There is no control."""
+    changes: list[events.ChangeRow] = [
+        (0, change.slot_id, blueprints[change.slot_id], source.name, target.name, change.cause)
+        for change in record.changes
+        for source, target in _passed(change)
+    ]
+    return events.StepTaken(
+        time=round(time.time(), 3),
+        round=0,
+        task=host,
+        step=record.step,
+        steps=steps,
+        first_env=0,
+        slots=list(states),
+        accuracies=[None if record.accuracy is None else finite([record.accuracy])[0]],
+        control_accuracies=[None],
+        gains=[None],
+        losses=[None if record.loss is None else finite([record.loss], 4)[0]],
+        seeds=seed_rows(0, states, [state.alpha for state in states.values()]),
+        actions=[(0, each.op.upper(), each.slot, each.blueprint or None) for each in record.actions],
+        probabilities=[],
+        choices=[record.choices] if record.choices else [],
+        changes=changes,
+        panics=[] if record.panic is None else [(0, [record.panic])],
+    )
 
 
 def _passed(change: StageChange) -> list[tuple[SeedStage, SeedStage]]:

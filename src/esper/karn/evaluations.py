@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from esper.karn.canvas import new_figure
+from esper.karn.fields import Fields, read_object
 from esper.karn.page import Markup, element, picture, table
 from esper.karn.palette import INK, MUTED, SERIES
-from esper.karn.state import Fields, read_object
 from esper.leyline import BadValueError
 from esper.leyline.numbers import CLAIM_SEEDS, t_quantile
 

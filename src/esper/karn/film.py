@@ -4,15 +4,17 @@
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from esper.karn.growth import GrowthRun
-from esper.karn.state import Episode, PanicEvent, RunState, StageEvent
+from esper.karn.histories import HostHistory
+from esper.karn.lines import PanicEvent, StageEvent
+from esper.karn.state import RunState
 from esper.karn.timeline import MARKS, marks_of
-from esper.leyline import ACTIVE_STAGES, LIVE_STAGES, BadValueError, SeedStage
+from esper.leyline import LIVE_STAGES, BadValueError, SeedStage
 
 MOST_FRAMES = 400
 """A longer run shows every so many steps, and each step in which a stage changed as far as there is room"""
@@ -23,16 +25,8 @@ class SlotState(NamedTuple):
     """A slot at one moment."""
 
     stage: SeedStage = SeedStage.DORMANT
-    alpha: float | None = 0.0
-    """None: not recorded"""
+    alpha: float = 0.0
     blueprint: str | None = None
-
-    @property
-    def size(self) -> float:
-        """How large the seed is drawn, 0 to 1: its alpha. Unrecorded, half while it blends in and 1 afterwards."""
-        if self.alpha is not None:
-            return min(1.0, max(0.0, self.alpha))
-        return (0.5 if self.stage is SeedStage.BLENDING else 1.0) if self.stage in ACTIVE_STAGES else 0.0
 
 
 EMPTY = SlotState()
@@ -83,67 +77,57 @@ class Film:
         return any(frame.control is not None for frame in self.frames)
 
 
-def film_of_host(run: RunState, episode: Episode, slots: Sequence[str] = ()) -> Film:
-    """One host of the shown round, after each of its steps. `slots`: all of the host, if more are known than used."""
-    names = list(slots) or run.slots
-    own = [change for change in run.changes if change.env == episode.env]
-    steps = len(episode.accuracies)
-    moments = range(steps + 1)
+def film_of(history: HostHistory, title: str, slots: Sequence[str]) -> Film:
+    """One host after each step that it was trained, in its slots from the input on."""
+    curve, measure = history.accuracies, "accuracy"
+    if all(value is None for value in curve):
+        curve, measure = history.losses, "loss"
+    control = history.control_accuracies if measure == "accuracy" else []
+    notes = _notes(history.changes, history.panics)
+    frames = list[Frame]()
+    for step in range(history.begins_after, history.trained + 1):
+        seeds = history.at(step)
+        states = [
+            SlotState(seed.stage, seed.alpha, seed.blueprint) if seed else EMPTY for seed in map(seeds.get, slots)
+        ]
+        score, other = (history.value(values, step) for values in (curve, control))
+        frames.append(Frame(step, tuple(seeds.get(slot, EMPTY) for slot in slots), score, other, notes.get(step, "")))
+    unit = " %" if measure == "accuracy" else ""
+    return thin(Film(title, blocks_of(slots), tuple(slots), tuple(frames), measure, unit))
 
-    def alpha(slot: str, step: int) -> float:
-        trained_with = episode.alphas.get(slot, ())
-        return trained_with[min(step, len(trained_with) - 1)] if trained_with else 0.0
 
-    states = {slot: _states(slot, own, moments, alpha) for slot in names}
-    notes = _notes(own, [panic for panic in run.panics if panic.env == episode.env])
-    frames = tuple(
-        Frame(
-            step,
-            tuple(states[slot][index] for slot in names),
-            episode.accuracies[step - 1] if step else None,
-            episode.control_accuracies[step - 1] if step else None,
-            notes.get(step, ""),
-        )
-        for index, step in enumerate(moments)
-    )
-    title = f"{run.config['task']}, round {run.shown}, host {episode.env}"
-    return thin(Film(title, blocks_of(names), tuple(names), frames))
+def film_of_host(run: RunState, env: int) -> Film:
+    """A host of the shown round."""
+    history = _host(run.histories(), env)
+    return film_of(history, f"{history.task or run.config['task']}, round {run.shown}, host {env}", run.slots)
+
+
+def film_of_playing(run: RunState, env: int) -> Film:
+    """A host of the round that is being played, up to now."""
+    playing = run.playing
+    if playing is None:
+        raise BadValueError("no round is being played")
+    history = _host(list(playing.hosts.values()), env)
+    return film_of(history, f"{history.task}, round {playing.number}, host {env}, playing", run.slots)
 
 
 def film_of_growth(run: GrowthRun) -> Film:
-    """The one model of a Grower, after each of its steps."""
-    names, numbers = run.slots, [step.number for step in run.steps]
-    moments = [run.begins_after, *numbers]
-    by_accuracy = any(step.accuracy is not None for step in run.steps)
-    scores = [step.accuracy if by_accuracy else step.loss for step in run.steps]
-    states = {slot: _states(slot, run.changes, moments, lambda *_: None) for slot in names}
-    notes, budget = _notes(run.changes, run.panics), run.config.whole("budget")
-    for step in run.steps:
-        grown = f"{step.grown:,} of {budget:,} parameters grown"
-        notes[step.number] = f"{notes[step.number]}; {grown}" if step.number in notes else grown
-    frames = tuple(
-        Frame(step, tuple(states[slot][index] for slot in names), score, None, notes.get(step, ""))
-        for index, (step, score) in enumerate(zip(moments, [None, *scores], strict=True))
-    )
-    measure, unit = ("accuracy", " %") if by_accuracy else ("loss", "")
-    # A slot of a user's model has the name of the module before it.
-    return thin(Film(str(run.config["host"]), (*names, "output"), tuple(names), frames, measure, unit))
+    """The one model of a Grower."""
+    film = film_of(run.histories()[0], str(run.config["host"]), run.slots)
+    grown, budget = {step.number: step.grown for step in run.steps}, run.config.whole("budget")
+    frames = list[Frame]()
+    for frame in film.frames:
+        parts = [f"{grown[int(frame.step)]:,} of {budget:,} parameters grown"] if frame.step in grown else []
+        frames.append(frame._replace(note="; ".join([*filter(None, [frame.note]), *parts])))
+    return replace(film, frames=tuple(frames))
 
 
-def _states(
-    slot: str, changes: Sequence[StageEvent], moments: Iterable[int], alpha: Callable[[str, int], float | None]
-) -> list[SlotState]:
-    """A slot at each moment, all changes up to it made."""
-    own = sorted((change for change in changes if change.slot == slot), key=lambda change: change.at)
-    states, index = list[SlotState](), 0
-    stage, blueprint = SeedStage.DORMANT, None
-    for moment in moments:
-        while index < len(own) and own[index].at <= moment:
-            stage = own[index].target
-            blueprint = own[index].blueprint if stage is not SeedStage.DORMANT else None
-            index += 1
-        states.append(SlotState(stage, alpha(slot, moment) if stage in ACTIVE_STAGES else 0.0, blueprint))
-    return states
+def _host(histories: Sequence[HostHistory], env: int) -> HostHistory:
+    for history in histories:
+        if history.env == env:
+            return history
+    known = ", ".join(str(history.env) for history in histories)
+    raise BadValueError(f"there is no host {env} in this round; its hosts are {known}")
 
 
 def _notes(changes: Sequence[StageEvent], panics: Sequence[PanicEvent]) -> dict[int, str]:
@@ -158,12 +142,16 @@ def _notes(changes: Sequence[StageEvent], panics: Sequence[PanicEvent]) -> dict[
 
 
 def blocks_of(slots: Sequence[str]) -> tuple[str, ...]:
-    """Names of the parts between the slots of a built-in host; `r1c0` lies behind the pooling of block 0."""
+    """Names of the parts of a host: one before each slot, and one behind the last.
+
+    `r1c0` of a built-in host lies behind the pooling of block 0. A slot of a user's model has the name of the module
+    before it.
+    """
     names, before = list[str](), -1
     for slot in slots:
         match = re.fullmatch(r"r(\d+)c(\d+)", slot)
         if match is None:
-            names.append(f"up to {slot}")
+            names.append(slot)
             continue
         column = int(match[2])
         if column == before:
@@ -196,17 +184,10 @@ def between(one: Frame, two: Frame, share: float) -> Frame:
         return old if old is None or new is None else old + share * (new - old)
 
     slots = tuple(
-        old._replace(alpha=mix(old.alpha, new.alpha)) if old.stage in LIVE_STAGES and new.stage in LIVE_STAGES else old
+        old._replace(alpha=old.alpha + share * (new.alpha - old.alpha))
+        if {old.stage, new.stage} <= LIVE_STAGES
+        else old
         for old, new in zip(one.slots, two.slots, strict=True)
     )
     step = one.step + share * (two.step - one.step)
     return Frame(step, slots, mix(one.score, two.score), mix(one.control, two.control), one.note)
-
-
-def host_of(episodes: Sequence[Episode], env: int) -> Episode:
-    """The episode of a host by its number."""
-    for episode in episodes:
-        if episode.env == env:
-            return episode
-    known = ", ".join(str(number) for number in sorted(episode.env for episode in episodes))
-    raise BadValueError(f"there is no host {env} in this round; its hosts are {known}")

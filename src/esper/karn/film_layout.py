@@ -157,8 +157,8 @@ def _host(film: Film) -> list[Shape]:
 def _seed(x: float, y: float, state: SlotState) -> list[Shape]:
     """The seed with its letter, its blueprint above and its alpha below the slot."""
     stage, middle = state.stage, y - LIFT
-    acts = state.alpha is not None and state.size > 0
-    radius = SMALL + state.size * (LARGE - SMALL) if stage in LIVE_STAGES else SMALL
+    acts = state.alpha > 0 and stage in LIVE_STAGES
+    radius = SMALL + min(1.0, state.alpha) * (LARGE - SMALL) if acts else SMALL
     fill = STAGES.get(stage, PAPER)
     ink = ink_on(fill) if stage in STAGES else MUTED
     name = clip(state.blueprint or "", 13)
@@ -166,7 +166,7 @@ def _seed(x: float, y: float, state: SlotState) -> list[Shape]:
         Circle(x, middle, radius, fill, INK if stage in STAGES else MUTED),
         Text(x, middle + 4.2, LETTERS[stage], 12, ink, "middle", True),
         Text(x, middle - LARGE - 6, name, 12, INK, "middle"),
-        Text(x, y + 35, f"α {state.size:.2f}" if acts else "", 11.5, MUTED, "middle"),
+        Text(x, y + 35, f"α {state.alpha:.2f}" if acts else "", 11.5, MUTED, "middle"),
     ]
 
 

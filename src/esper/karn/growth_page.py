@@ -25,8 +25,6 @@ SECTIONS = {
     "parameters": "Parameters",
 }
 
-_UNRECORDED = "The log has no alpha: a seed is drawn half as large while it blends in, and in full size afterwards."
-
 
 def growth_page(run: GrowthRun) -> str:
     """The whole document."""
@@ -103,7 +101,7 @@ def _growth(run: GrowthRun) -> list[Markup]:
     head = ("step", "accuracy (%)", "loss", "grown parameters")
     numbers = table(head, rows, "Validation results, and parameters of all seeds after the step.")
     listed = [element("ul", *remarks)] if remarks else []
-    film = film_element(film_of_growth(run), "growth-film", f"{FILM_CAPTION} {_UNRECORDED}")
+    film = film_element(film_of_growth(run), "growth-film", FILM_CAPTION)
     timeline = picture("growth", _draw_growth(run), caption)
     return [stage_legend(), timeline, *listed, film, folded("All steps", numbers)]
 

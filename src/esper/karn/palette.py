@@ -35,13 +35,12 @@ STAGES: Mapping[SeedStage, str] = {
     SeedStage.RESETTING: "#c4c4c4",
 }
 """Stages keep their colour on any background. An empty slot (DORMANT) has none."""
-LETTERS: Mapping[SeedStage, str] = {
-    SeedStage.DORMANT: "·",
-    **{stage: stage.name[0] for stage in STAGES},
-}
-"""G T B H F P E R, and a dot for an empty slot"""
+LETTERS: Mapping[SeedStage, str] = {stage: stage.letter for stage in SeedStage} | {SeedStage.DORMANT: "·"}
+"""How a stage is written where there is room for one character: G T B H F P E R, and a dot for an empty slot"""
 ON_BARS, AROUND = "#000000", "#ffffff"
 """A line over a colour of a stage, and its rim"""
+EMPTY_SLOT = "#39414a"
+"""Where a drawing shows empty slots too"""
 
 
 def ink_on(colour: str) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
+from esper.karn.fields import Fields, checked_lines, is_number
 from esper.karn.growth import contributions_of
-from esper.karn.state import EVENTS, Fields, checked_lines, is_number, is_of_grower, metric_lines, read_header
+from esper.karn.state import EVENTS, is_of_grower, metric_lines, read_header
 from esper.karn.views import GROWER_VIEWS, LOGS, VIEWS, SqlView
 from esper.leyline import BadValueError, MissingPackageError, UnknownNameError
 from esper.leyline.records import NOT_FINITE, Json, encode, flatten

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from esper.karn.evaluations import read_evaluations
-from esper.karn.film import film_of_growth, film_of_host, host_of
+from esper.karn.film import film_of_growth, film_of_host
 from esper.karn.film_files import save_film
 from esper.karn.film_page import FILM_RULES, film_scripts
 from esper.karn.growth import read_growth
@@ -94,8 +94,7 @@ def write_film(
         film = film_of_growth(read_growth(run_path))
     else:
         run = read_run(run_path, round)
-        episodes = run.episodes[run.shown]
-        episode = host_of(episodes, host) if isinstance(host, int) else episode_at(episodes, host or "best")
-        film = film_of_host(run, episode)
+        env = host if isinstance(host, int) else episode_at(run.episodes[run.shown], host or "best").env
+        film = film_of_host(run, env)
     save_film(film, out, step)
     return out

@@ -8,8 +8,9 @@ from esper.karn import panels
 from esper.karn.evaluations import Evaluation, evaluation_section
 from esper.karn.film import film_of_host
 from esper.karn.film_page import FILM_CAPTION, film_element
+from esper.karn.lines import Episode
 from esper.karn.page import Markup, element, facts_list, folded, note, picture, stage_legend, table
-from esper.karn.state import Episode, Round, RunState
+from esper.karn.state import Round, RunState
 from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
 from esper.leyline.records import Json
 
@@ -66,7 +67,7 @@ def growth_section(run: RunState, hosts: int) -> list[Markup]:
 
 def host_parts(run: RunState, name: str, rank: int, episode: Episode) -> tuple[Markup, Markup]:
     """The timeline of a host, and its film."""
-    film = film_element(film_of_host(run, episode), f"{name}-film", FILM_CAPTION)
+    film = film_element(film_of_host(run, episode.env), f"{name}-film", FILM_CAPTION)
     timeline = picture(name, draw_host(run, episode), life_of(run, rank, episode))
     return timeline, film if rank == 0 else folded("Its network, step by step", film)
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from esper.karn.fields import read_object
 from esper.karn.page import Markup, element, table
-from esper.karn.state import read_object
 
 REPORT = Path("teaching") / "report.json"  # in the folder of a run
 

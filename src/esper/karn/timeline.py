@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from esper.karn.canvas import new_figure, to_png, whole_ticks
+from esper.karn.lines import Episode, StageEvent
 from esper.karn.palette import AROUND, BLUE, INK, MUTED, ON_BARS, STAGES, VERMILION
 from esper.karn.panels import gaps
-from esper.karn.state import Episode, RunState, StageEvent, read_run
+from esper.karn.state import RunState, read_run
 from esper.leyline import SeedStage, UnknownNameError
 from esper.storage.files import replace_file
 

@@ -31,6 +31,11 @@ class SeedStage(IntEnum):
     EMBARGOED = 7
     RESETTING = 8
 
+    @property
+    def letter(self) -> str:
+        """The first letter of its name; no two stages share one."""
+        return self.name[0]
+
 
 # The first entry is where `advance` leads.
 TRANSITIONS: Mapping[SeedStage, tuple[SeedStage, ...]] = MappingProxyType(

@@ -7,6 +7,7 @@ from esper.nissa.events import (
     EpisodeEnded,
     Event,
     GrowthFinished,
+    HostFollowed,
     Panicked,
     RoundExamined,
     RoundMeasured,
@@ -15,9 +16,11 @@ from esper.nissa.events import (
     RunResumed,
     SeedSuspected,
     StageChanged,
+    StepTaken,
     as_line,
 )
 from esper.nissa.hub import Hub, Sink
+from esper.nissa.live import LiveFile
 from esper.nissa.sinks import SinkSettings
 
 __all__ = [
@@ -26,7 +29,9 @@ __all__ = [
     "EpisodeEnded",
     "Event",
     "GrowthFinished",
+    "HostFollowed",
     "Hub",
+    "LiveFile",
     "Panicked",
     "RoundExamined",
     "RoundMeasured",
@@ -37,6 +42,7 @@ __all__ = [
     "Sink",
     "SinkSettings",
     "StageChanged",
+    "StepTaken",
     "as_line",
     "find_metric",
 ]

@@ -3,13 +3,16 @@
 | event | kind | written to |
 |---|---|---|
 | StageChanged, Panicked, SeedSuspected, EpisodeEnded | stage, panic, suspect, episode | `events.jsonl` |
+| HostFollowed | followed | `events.jsonl`, of the first few hosts |
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
 | GrowthFinished | finished | `events.jsonl` of a Grower, which also has stage and panic |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
 | RunBegun, RunResumed, RunEnded, CompileFailed | begun, resumed, ended, compile_failed | `sessions.jsonl` |
+| StepTaken | step | `live.jsonl`, emptied every round |
 
 The first two files depend only on the seed, apart from the seconds that a round took: a run that was killed and resumed
-writes the same as one that never stopped. The third holds what depends on the clock or the machine.
+writes the same as one that never stopped. The third holds what depends on the clock or the machine. The last is for
+those who watch, and no part of what a run has computed.
 """
 
 from collections.abc import Mapping
@@ -19,6 +22,16 @@ from typing import ClassVar, Literal
 from esper.leyline.records import NOT_FINITE, Json, encode, flatten
 
 Severity = Literal["info", "warning", "critical"]
+Choices = dict[str, dict[str, float]]
+"""By head: what could be chosen, with its probability given the choices of earlier heads; the likeliest first"""
+SeedMeasured = tuple[str, float | None, float | None, float | None, float | None]
+"""Slot, audition and its error, contribution and its error, in points"""
+SeedRow = tuple[int, str, str, str | None, float, float | None, float | None, float | None, float | None]
+"""Of a slot that is not empty: env, slot, stage, blueprint, alpha, then as `SeedMeasured`"""
+ActionRow = tuple[int, str, str | None, str | None]
+"""Env, op, slot, blueprint of a decision other than WAIT"""
+ChangeRow = tuple[int, str, str | None, str, str, str]
+"""Env, slot, blueprint, source, target, cause"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,39 @@ class SeedSuspected(HostEvent):
     severity: Literal["warning", "critical"]
     contribution: float  # points that the host would lose without the seed
     gain: float  # points that the host has over its control
+
+
+@dataclass(frozen=True)
+class HostFollowed(HostEvent):
+    """What a policy considered on one host, and what was measured of its seeds, from a step on."""
+
+    kind: ClassVar[str] = "followed"
+    choices: list[Choices]  # after every step; empty where a rule decided
+    measured: list[list[SeedMeasured]]  # after every step
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One step of all hosts of a task, as it happens. Hosts are in order; None is what is unknown or not finite."""
+
+    kind: ClassVar[str] = "step"
+    time: float  # seconds since 1970
+    round: int
+    task: str
+    step: int
+    steps: int  # of the episode
+    first_env: int  # number of the first host
+    slots: list[str]
+    accuracies: list[float | None]
+    control_accuracies: list[float | None]
+    gains: list[float | None]  # points over the control
+    losses: list[float | None]
+    seeds: list[SeedRow]
+    actions: list[ActionRow]
+    probabilities: list[float]  # of each host's action, all its choices together; empty where a rule decided
+    choices: list[Choices]  # of the first few hosts
+    changes: list[ChangeRow]
+    panics: list[tuple[int, list[str]]]  # env, symptoms
 
 
 @dataclass(frozen=True)
@@ -185,7 +231,17 @@ class CompileFailed:
     why: str  # the compiler's error
 
 
-Event = HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured | RunBegun | RunEnded | CompileFailed
+Event = (
+    HostEvent
+    | StepTaken
+    | EpisodeEnded
+    | AlarmRaised
+    | RoundExamined
+    | RoundMeasured
+    | RunBegun
+    | RunEnded
+    | CompileFailed
+)
 
 
 def as_line(event: Event) -> dict[str, Json]:

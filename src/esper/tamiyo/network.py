@@ -30,6 +30,7 @@ class Decision(NamedTuple):
     choices: Tensor  # number of legal choices, given the earlier ones
     spreads: Tensor  # variance of the legal logits
     causal: Tensor  # bool: the action used this head
+    probs: tuple[Tensor, ...] = ()  # by head, (followed, choices): the distributions of the first envs, if asked for
 
     @property
     def decided(self) -> Tensor:
@@ -110,16 +111,18 @@ class FactoredRecurrentActorCritic(RecurrentEncoder):
         uniform: Tensor | None = None,
         actions: Tensor | None = None,
         measured: bool = True,
+        followed: int = 0,
     ) -> Decision:
         """Choose by `uniform` draws (n, heads), or evaluate given `actions` (n, heads); neither: the likeliest choices.
 
         No device sync. An empty mask of a used head shows as `choices` 0. Without `measured`, entropies and spreads
-        are 0.
+        are 0. The distributions of the first `followed` envs are returned too.
         """
         self.table.check_masks(masks, len(core))
         state = self.actor(core)
         chosen: dict[str, Tensor] = {}
         columns: list[tuple[Tensor, ...]] = []
+        probs: list[Tensor] = []
         used: Tensor | None = None
         slot: Tensor | None = None
         zeros = core.new_zeros(len(core))
@@ -140,13 +143,15 @@ class FactoredRecurrentActorCritic(RecurrentEncoder):
             log_prob = log_prob if matters is None else log_prob.where(matters, 0.0)
             entropy, spread = (distribution.entropy(), distribution.spread()) if measured else (zeros, zeros)
             columns.append((choice, log_prob, entropy, distribution.counts, spread))
+            if followed:
+                probs.append(distribution.log_probs[:followed].exp())
             slot = choice if head.kind == "pointer" else slot
             if index + 1 < len(self.table):
                 # Added before the ReLU, so that later heads can read the state in the light of the choice.
                 state = state + self._embed_choice(head, choice, encoded)
         assert used is not None, "a table has at least one head"
         drawn, log_probs, entropies, counts, spreads = (torch.stack(parts, -1) for parts in zip(*columns, strict=True))
-        return Decision(drawn, log_probs, entropies, counts, spreads, used)
+        return Decision(drawn, log_probs, entropies, counts, spreads, used, tuple(probs))
 
     def _score(self, head: ActionHead, state: Tensor, encoded: Encoded, slot: Tensor | None) -> Tensor:
         """Logits (n, size) of a head."""

@@ -17,7 +17,7 @@ from esper.simic.agent.config import PPOConfig
 from esper.simic.agent.ppo import PPOAgent
 from esper.storage.stored import checkpoint_errors
 from esper.storage.tensor_files import FileFormat, read_header, read_tensor_file, write_tensor_file
-from esper.tamiyo import ActionTable, FactoredRecurrentActorCritic, NetworkConfig, ObservationLayout
+from esper.tamiyo import ActionTable, Decision, FactoredRecurrentActorCritic, NetworkConfig, ObservationLayout
 from esper.tamiyo.memory import HiddenState
 from esper.tamiyo.policy import PolicyView
 from esper.tamiyo.translation import Translation, adapt
@@ -33,6 +33,8 @@ class LearnedPolicy:
         self.agent, self.greedy = agent, greedy
         self.translation = Translation(slots, agent.layout)
         self.log_probs = torch.zeros(0, len(agent.table))  # (n, heads) of the last actions; 0 if they are greedy
+        self.followed = 0  # envs whose distributions `decision` keeps
+        self.decision: Decision | None = None  # the last one, with its own indices of blueprints
 
     @property
     def table(self) -> ActionTable:
@@ -47,8 +49,9 @@ class LearnedPolicy:
         observations = self.agent.normalise(self.translation.features(view.signals))
         masks = self.translation.masks(view.masks)
         decision, _, hidden_state = self.agent.act(
-            observations, masks, hidden_state, uniform=uniform, greedy=self.greedy
+            observations, masks, hidden_state, uniform=uniform, greedy=self.greedy, followed=self.followed
         )
+        self.decision = decision
         self.log_probs = torch.zeros_like(decision.log_probs) if self.greedy else decision.log_probs
         return self.translation.actions(decision.actions, self.agent.table), hidden_state
 

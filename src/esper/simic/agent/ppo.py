@@ -145,19 +145,20 @@ class PPOAgent:
         epsilon: float = 0.0,
         uniform: Tensor | None = None,
         greedy: bool = False,
+        followed: int = 0,
     ) -> tuple[Decision, Tensor, HiddenState]:
         """Actions, the critic's outputs (n,) (see `values_of`), and the next hidden state.
 
         Observations (n, size) are normalised. Actions are sampled from `uniform` (n, heads), random numbers in [0, 1);
-        by default the agent's generator draws them. Device sync: one, which checks all heads for empty masks and
-        numbers that are not finite.
+        by default the agent's generator draws them. The decision has the distributions of the first `followed` envs.
+        Device sync: one, which checks all heads for empty masks and numbers that are not finite.
         """
         if not greedy and uniform is None:
             uniform = torch.rand((len(observations), len(self.table)), generator=self.generator)
         encoded = self.network.encode(observations)
         core, hidden_state = self.network.step(encoded.trunk, hidden_state)
         draws = None if greedy or uniform is None else uniform.to(self.device)
-        decision = self.network.decide(core, encoded, masks, epsilon, uniform=draws, measured=False)
+        decision = self.network.decide(core, encoded, masks, epsilon, uniform=draws, measured=False, followed=followed)
         values = self.network.value(core, encoded)
         numbers = torch.cat([observations.flatten(), values, decision.log_probs.flatten()])
         if not bool((decision.choices.amin() > 0) & numbers.isfinite().all()):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import SlotConfig, derive_seed, objective
+from esper.nissa import LiveFile
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.agent.policy import forget
 from esper.simic.offline.episodes import Episodes
@@ -25,6 +26,7 @@ from esper.simic.rewards import (
 from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
 from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult, play_episode
 from esper.simic.training.hosts import Purpose, host_seed
+from esper.simic.training.live import FOLLOWED, Followed, StepWatch
 from esper.simic.training.tape import EpisodeTape
 from esper.tamiyo.features import fill_in_control_end
 from esper.tamiyo.policy import PolicyView
@@ -83,6 +85,7 @@ class RoundRecord(NamedTuple):
     changes: list[tuple[int, SeedChange]]  # (step, change)
     symptoms: list[tuple[int, int, list[str]]]  # (step, env, symptoms) of every panic
     episodes: Episodes | None = None  # every transition, if the run records them
+    followed: tuple[Followed, ...] = ()  # the first envs, closely
 
 
 def action_draws(
@@ -110,6 +113,7 @@ class RoundCollector:
         """`taped`: whether rounds come with their episodes, for records."""
         self.runners, self.agent, self.reward, self.rng_seed = tuple(runners), agent, reward, rng_seed
         self.spans, self.taped = spans if spans is not None else Spans(enabled=False), taped
+        self.live: LiveFile | None = None  # gets an event per step
         for runner in runners:
             runner.spans = self.spans
         self.translations = [Translation(runner.slots, agent.layout) for runner in runners]
@@ -130,6 +134,8 @@ class RoundCollector:
     def collect(self, round_index: int) -> list[RoundRecord]:
         """Play one round with the current policy. Afterwards, update the normaliser of observations with it."""
         agent = self.agent
+        if self.live is not None:
+            self.live.begin(round_index)
         self.buffer.begin(agent.network.initial_state(self.buffer.n_envs), agent.epsilon)
         everyone = zip(self.runners, self.translations, self.rows, strict=True)
         records = [self._play(round_index, runner, translation, rows) for runner, translation, rows in everyone]
@@ -150,7 +156,7 @@ class RoundCollector:
         steps, heads = runner.fleet.task.steps, len(runner.table)
         positions = [(round_index, env) for env in rows]
         draws = action_draws(self.rng_seed, "training", positions, steps, heads)
-        rollout = _Rollout(self, runner, translation, rows, draws)
+        rollout = _Rollout(self, round_index, runner, translation, rows, draws)
         play_episode(runner, rollout.act, rollout.on_step)
         record = rollout.record()
         if rollout.tape is None:
@@ -165,7 +171,13 @@ class _Rollout:
     """One task's episode: decides with the agent's policy and stores every step in rows of the buffer."""
 
     def __init__(
-        self, collector: RoundCollector, runner: EpisodeRunner, translation: Translation, rows: range, draws: Tensor
+        self,
+        collector: RoundCollector,
+        round_index: int,
+        runner: EpisodeRunner,
+        translation: Translation,
+        rows: range,
+        draws: Tensor,
     ) -> None:
         self.collector, self.runner, self.translation = collector, runner, translation
         self.rows, self.draws = rows, draws
@@ -177,13 +189,27 @@ class _Rollout:
         self.results: list[StepResult] = []
         self.lstm: LstmHealth | None = None
         self.tape = EpisodeTape(runner) if collector.taped else None
+        self.watch = StepWatch(
+            runner,
+            self.agent.table,
+            self.agent.layout,
+            follow=max(1, FOLLOWED // len(collector.runners)),
+            live=collector.live,
+            round_index=round_index,
+            first_env=rows.start,
+        )
 
     def act(self, view: PolicyView) -> Tensor:
         """Sample actions (n, heads). Keeps what `on_step` needs to store the decision."""
         self.features.append(self.translation.features(view.signals))
         self.observations, self.masks = self.agent.normalise(self.features[-1]), self.translation.masks(view.masks)
         self.decision, self.values, self.hidden_state = self.agent.act(
-            self.observations, self.masks, self.hidden_state, epsilon=self.buffer.epsilon, uniform=self.draws[view.step]
+            self.observations,
+            self.masks,
+            self.hidden_state,
+            epsilon=self.buffer.epsilon,
+            uniform=self.draws[view.step],
+            followed=len(self.watch.followed),
         )
         return self.translation.actions(self.decision.actions, self.agent.table)
 
@@ -206,6 +232,8 @@ class _Rollout:
         self.actions.append(actions)
         self.parts.append(dict(rewarded.parts))
         self.results.append(result)
+        with self.spans("watch"):
+            self.watch.step(step, actions, self.decision, result)
         if self.tape is not None:
             self.tape.add(view, actions, result, self.decision.log_probs)
 
@@ -240,6 +268,7 @@ class _Rollout:
             lstm=self.lstm,
             changes=[(step, change) for step, result in enumerate(results) for change in result.changes],
             symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
+            followed=self.watch.followed,
         )
 
 

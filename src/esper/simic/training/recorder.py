@@ -13,7 +13,7 @@ from torch import Tensor
 from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
-from esper.nissa import SinkSettings, events
+from esper.nissa import LiveFile, SinkSettings, events
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, TamiyoRolloutBuffer
 from esper.simic.rewards import Suspicion
 from esper.simic.telemetry import (
@@ -45,6 +45,7 @@ class Recorder:
         """`profile`: folder for a trace of every operator of one round."""
         self.folder, self.rounds, config = folder, folder.config.rounds, folder.config
         self.hub = sinks.open(folder.path, encode(config), restored.rounds)
+        self.live = LiveFile(folder.path)
         self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
         self.detail = restored.telemetry.detail
         self.alarms: tuple[events.AlarmRaised, ...] = ()  # of the last round
@@ -58,7 +59,7 @@ class Recorder:
         """Open the run's files and sinks, note begin and end. Signals end the block; `done` counts complete rounds."""
         path, left = self.folder.path, self.rounds - done()
         bar = progress_bar("rounds", left, shown=progress)
-        with bar as self._advance, self.folder, self.hub, termination_interrupts():
+        with bar as self._advance, self.folder, self.hub, self.live, termination_interrupts():
             if self._profile is not None and not left:
                 raise BadValueError(f"{path} has no round left to trace; omit --profile")
             try:
@@ -184,6 +185,8 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
         seed = (round_index, task, suspect.step, first + suspect.env, suspect.slot)
         figures = round(suspect.contribution, 4), round(suspect.gain, 4)
         log.write(**events.as_line(events.SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
+    for env, host in enumerate(record.followed):
+        log.write(**events.as_line(events.HostFollowed(round_index, task, 0, first + env, *host)))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
