@@ -86,10 +86,7 @@ def film_of(history: HostHistory, title: str, slots: Sequence[str]) -> Film:
     notes = _notes(history.changes, history.panics)
     frames = list[Frame]()
     for step in range(history.begins_after, history.trained + 1):
-        seeds = history.at(step)
-        states = [
-            SlotState(seed.stage, seed.alpha, seed.blueprint) if seed else EMPTY for seed in map(seeds.get, slots)
-        ]
+        seeds = {slot: SlotState(seed.stage, seed.alpha, seed.blueprint) for slot, seed in history.at(step).items()}
         score, other = (history.value(values, step) for values in (curve, control))
         frames.append(Frame(step, tuple(seeds.get(slot, EMPTY) for slot in slots), score, other, notes.get(step, "")))
     unit = " %" if measure == "accuracy" else ""
