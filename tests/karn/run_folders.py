@@ -199,11 +199,10 @@ class Page(HTMLParser):
         return [value for _, attributes in self.tags if (value := attributes.get(attribute)) is not None]
 
     def foreign_scripts(self) -> list[str]:
-        """Scripts that are neither the player of films nor the values of a film, and those from elsewhere."""
-        own = (film_scripts().removeprefix("<script>").removesuffix("</script>"),)
-        found = [text for tag, text in self.texts if tag == "script" and text not in own]
+        """Scripts other than the player of films, and those from elsewhere."""
+        own = film_scripts().removeprefix("<script>").removesuffix("</script>")
         sources = [str(attributes["src"]) for tag, attributes in self.tags if tag == "script" and "src" in attributes]
-        return [text for text in found if set(json.loads(text)) != {"steps", "tracks"}] + sources
+        return [text for tag, text in self.texts if tag == "script" and text != own] + sources
 
     def text(self, *tags: str) -> str:
         """All text that is shown, or that of some elements."""

@@ -32,6 +32,7 @@ COMMANDS = {
     "offline": "Record policies, imitate records, learn from their rewards.",
     "report": "Write a run as one HTML page.",
     "query": "Query a run with SQL.",
+    "serve": "Show runs in the browser, live.",
 }
 
 

@@ -1,11 +1,12 @@
 """Films on a page: a drawing as SVG, with a slider that moves through the steps and a button that plays them.
 
 Each moving shape has a track: its attributes at the frames where they change. The script knows nothing of networks; it
-sets attributes. Without it the page shows the last step. Texts reach the page as attributes and text nodes, never as
-HTML.
+sets attributes. Without it the page shows one step. Texts reach the page as attributes and text nodes, never as HTML.
+A drawing that replaces another of the same id, because the run went on, stays at the step that the reader chose.
 """
 
 import json
+from html import escape
 
 from esper.karn.film import Film
 from esper.karn.film_layout import WIDTH, Circle, Line, Rect, Shape, Text, height, moving, still
@@ -34,10 +35,11 @@ FILM_RULES = """
 FILM_SCRIPT = """
 function esperFilm(root){
  if(root.dataset.ready)return;root.dataset.ready="1";
- const data=JSON.parse(root.querySelector("script").textContent),moving=root.querySelector("g").children,
-  slider=root.querySelector("input"),button=root.querySelector("button");
+ const data=JSON.parse(root.querySelector(".tracks").textContent),moving=root.querySelector("g").children,
+  slider=root.querySelector("input"),button=root.querySelector("button"),kept=esperFilm.kept;
  let timer=null;
- function show(frame){
+ function show(){
+  const frame=+slider.value;
   data.tracks.forEach((track,i)=>{
    let now={};
    for(const [from,attributes] of track){if(from>frame)break;now=attributes}
@@ -46,35 +48,48 @@ function esperFilm(root){
   });
   slider.setAttribute("aria-valuetext","step "+data.steps[frame]);
  }
- function stop(){clearInterval(timer);timer=null;button.textContent="\\u25b6 play"}
- function play(){
-  if(timer){stop();return}
-  if(+slider.value>=+slider.max)slider.value=0;
-  button.textContent="\\u275a\\u275a stop";show(+slider.value);
-  timer=setInterval(()=>{if(!root.isConnected||+slider.value>=+slider.max)return stop();
-   slider.value=+slider.value+1;show(+slider.value)},Math.max(40,9000/data.steps.length));
+ function tell(){
+  kept[root.id]=+slider.value<+slider.max?data.steps[+slider.value]:null;
+  root.dispatchEvent(new CustomEvent("esper-step",{bubbles:true,detail:data.steps[+slider.value]}));
  }
- slider.addEventListener("input",()=>{stop();show(+slider.value)});
+ function stop(){clearInterval(timer);timer=null;esperFilm.playing=null;button.textContent="\\u25b6 play";tell()}
+ function next(){
+  if(!root.isConnected){clearInterval(timer);return}
+  if(+slider.value>=+slider.max)return stop();
+  slider.value=+slider.value+1;kept[root.id]=data.steps[+slider.value];show();
+ }
+ function play(){
+  if(timer)return stop();
+  if(+slider.value>=+slider.max)slider.value=0;
+  esperFilm.playing=root.id;button.textContent="\\u275a\\u275a stop";show();
+  timer=setInterval(next,Math.max(40,9000/data.steps.length));
+ }
+ if(kept[root.id]!=null)slider.value=data.steps.filter(step=>step<=kept[root.id]).length-1;
+ slider.addEventListener("input",()=>{clearInterval(timer);timer=null;button.textContent="\\u25b6 play";show();tell()});
  button.addEventListener("click",play);
- show(+slider.value);
+ show();
+ if(esperFilm.playing===root.id)play();
 }
+esperFilm.kept={};
 """
 START_FILMS = "document.querySelectorAll('.film').forEach(esperFilm);"
 
 
-def film_element(film: Film, name: str, caption: str) -> Markup:
-    """The drawing at its last step with slider and button. `name` is the prefix of its ids."""
+def film_element(film: Film, name: str, caption: str, step: int | None = None) -> Markup:
+    """The drawing at a step (default: the last) with slider and button. `name` is the prefix of its ids."""
     last = len(film.frames) - 1
-    shapes = [*map(_svg, still(film)), element("g", *map(_svg, moving(film, film.frames[last])))]
+    at = last if step is None else sum(frame.step <= step for frame in film.frames[1:])
+    shapes = [*map(_svg, still(film)), element("g", *map(_svg, moving(film, film.frames[at])))]
     named = {"viewBox": f"0 0 {WIDTH:g} {height(film):g}", "role": "img", "aria-labelledby": f"{name}-caption"}
     drawing = element("svg", *shapes, **named)
     controls = element(
         "div",
         element("button", "▶ play", type="button"),
-        Markup(f'<input type="range" min="0" max="{last}" value="{last}" aria-label="step">'),
+        Markup(f'<input type="range" min="0" max="{last}" value="{at}" aria-label="step">'),
         class_="controls",
     )
-    data = element("script", Markup(_json(film)), type="application/json")
+    # Quotes need no escape between tags, and it has many.
+    data = element("div", Markup(escape(_json(film), quote=False)), class_="tracks", hidden="")
     return element(
         "figure", drawing, controls, data, element("figcaption", caption, id=f"{name}-caption"), class_="film", id=name
     )
@@ -97,8 +112,7 @@ def _json(film: Film) -> str:
         steady = {key for key, value in track[0][1].items() if all(entry.get(key) == value for _, entry in track)}
         tracks.append([(at, {k: v for k, v in entry.items() if k not in steady}) for at, entry in track])
     data = {"steps": [frame.step for frame in film.frames], "tracks": tracks}
-    # `<` never stands in it, so nothing in a text can end the script.
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
 
 
 def _svg(shape: Shape) -> Markup:
