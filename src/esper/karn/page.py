@@ -30,10 +30,15 @@ def picture(name: str, figure: "Figure", caption: str) -> Markup:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> Markup:
-    """A table whose first column names the rows."""
+    """A table whose first column names the rows. Cells know their column, for screens on which rows are stacked."""
     titles = element("tr", *(element("th", cell, scope="col") for cell in head))
     body = [
-        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            *(element("td", cell, **{"data-head": name}) for name, cell in zip(head[1:], row[1:], strict=True)),
+        )
+        for row in rows
     ]
     filled = element("table", element("caption", caption), element("thead", titles), element("tbody", *body))
     return element("div", filled, class_="wide")

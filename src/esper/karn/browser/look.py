@@ -27,6 +27,7 @@ input[type=checkbox]{width:1.3rem;height:1.3rem;min-height:0;accent-color:var(--
 input[type=range]{padding:0;border:0;accent-color:var(--blue)}
 table.fleet,table.runs{width:auto}
 .fleet td,.fleet th,.runs td,.runs th{padding:.15rem .5rem;min-width:0!important;vertical-align:middle}
+.fleet th{white-space:nowrap}
 .fleet td.slots,.fleet th:nth-child(2),.runs td,.runs th{text-align:left}
 .runs td,.runs th{padding:.4rem .75rem}
 .slot{position:relative;display:inline-block;width:1.75rem;height:1.75rem;line-height:1.55rem;margin:1px;
@@ -45,10 +46,17 @@ a{color:var(--blue)}
 @media (max-width:600px){
  dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}
  .spark{width:72px}
- th,td{padding:.25rem .4rem}
+ .wide thead{display:none}
+ .wide table,.wide tbody,.wide caption,.wide tr,.wide th,.wide td{display:block;max-width:none;text-align:left}
+ .wide tr{border-bottom:1px solid var(--faint);padding:.3rem 0}
+ .wide th,.wide td{border:0;padding:.1rem 0}
+ .wide tbody th{font-weight:600}
+ .wide td{display:flex;justify-content:space-between;gap:1rem}
+ .wide td::before{content:attr(data-head);color:var(--muted)}
+ .wide td:empty{display:none}
  .runs thead{display:none}
- .runs tr{display:flex;flex-wrap:wrap;align-items:center;border-bottom:1px solid var(--faint);padding:.25rem 0}
- .runs td,.runs th{border:0;padding:.1rem .4rem}
+ .wide .runs tr{display:flex;flex-wrap:wrap;align-items:center;border-bottom:1px solid var(--faint);padding:.25rem 0}
+ .wide .runs td,.wide .runs th{display:block;border:0;padding:.1rem .4rem}
  .runs tr::after{content:"";order:1;width:100%}
  .runs td:nth-child(n+3){order:2;color:var(--muted)}
 }

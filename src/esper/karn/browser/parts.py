@@ -13,6 +13,8 @@ SPARK_WIDTH, SPARK_HEIGHT = 96.0, 24.0
 MOST_LINES = 400
 """Of a log on one page"""
 VERBS = {"birth": "born", "commit": "committed", "cut": "cut"}
+SYMBOLS = {"^": "▲", "*": "★", "X": "✖"}
+"""Marks of timelines as letters"""
 
 
 def sparkline(values: Curve, steps: int) -> Markup:
@@ -50,7 +52,7 @@ def stage_cell(slot: str, seed: SeedNow | None) -> Markup:
 def fleet_grid(hosts: Sequence[HostHistory], slots: Sequence[str], asked: Asked, played: int) -> list[Markup]:
     """A row per host: its slots now, its gain over steps, and what it is now."""
     rows = []
-    room = f"min-width:{1.9 * min(5, max(1, len(slots))):g}rem!important"  # five beside each other on a phone
+    room = f"min-width:{1.9 * min(5, max(1, len(slots))) + 1.1:g}rem!important"  # five beside each other on a phone
     by_gain = any(value is not None for host in hosts for value in host.gains)
     for host in hosts:
         seeds = host.at()
@@ -128,11 +130,9 @@ def decisions_table(history: HostHistory) -> list[Markup]:
         words = "WAIT" if action is None else " ".join(filter(None, (action.op, action.slot, action.blueprint)))
         considered = "; ".join(f"{head}: {_likeliest(of)}" for head, of in history.choices.get(step, {}).items())
         rows.append((str(step), words, "" if chance is None else f"{100 * chance:.0f} %", considered))
-    caption = "Steps count from 0, before their training. Probabilities are logged of the first few hosts."
+    caption = "Steps count from 0, before their training."
     if not history.choices:
-        caption = "Steps count from 0, before their training. No probabilities are known: a rule or a person decided."
-        if history.chances:
-            caption = "Steps count from 0, before their training. This host is not among those with logged choices."
+        caption += " The log has no probabilities of this host's decisions."
     return [table(("step", "decision", "probability", "considered"), rows, caption)]
 
 
@@ -144,13 +144,14 @@ def log_lines(hosts: Sequence[HostHistory], *, with_host: bool) -> list[Markup]:
     """Births, commits, cuts and panics, the newest first."""
     lines: list[tuple[int, int, str]] = []
     for host in hosts:
-        where = f"host {host.env}: " if with_host else ""
+        where = f", host {host.env}" if with_host else ""
         for mark in marks_of(host.changes):
-            symbol, verb = MARKS[mark.target][0], VERBS[MARKS[mark.target][0]]
-            lines.append((mark.at, host.env, f"{symbol}: {where}{mark.blueprint or 'a seed'} {verb} in {mark.slot}"))
+            name, symbol = MARKS[mark.target]
+            words = f"{SYMBOLS[symbol]} {mark.blueprint or 'a seed'} {VERBS[name]} in {mark.slot}{where}"
+            lines.append((mark.at, host.env, words))
         for panic in host.panics:
             why = ", ".join(panic.symptoms) or "no symptom recorded"
-            lines.append((panic.step + 1, host.env, f"panic: {where}back to its snapshot ({why})"))
+            lines.append((panic.step + 1, host.env, f"! panic{where}: back to its snapshot ({why})"))
     lines.sort(reverse=True)
     entries = [element("li", element("b", f"step {step}"), " ", words) for step, _, words in lines[:MOST_LINES]]
     if not entries:
