@@ -6,8 +6,9 @@ from esper.karn.page import Markup, element, styles
 _RULES = """
 body{overflow-wrap:break-word}
 .nicegui-content{display:block;padding:0;width:100%}
-main,p.status,header.top>div{max-width:1120px;margin:0 auto;box-sizing:border-box;padding:0 1rem}
-main{padding-bottom:3rem}
+main.q-page{max-width:none;padding:0}
+.view,p.status,header.top>div{max-width:1120px;margin:0 auto;box-sizing:border-box;padding:0 1rem}
+.view{padding-bottom:3rem}
 header.top{background:var(--panel);border-bottom:1px solid var(--faint);padding:.5rem 0}
 header.top h1{font-size:1.15rem;margin:0 0 .25rem;overflow-wrap:anywhere}
 header.top nav{display:flex;flex-wrap:wrap;gap:.25rem .35rem}

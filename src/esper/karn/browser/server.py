@@ -145,7 +145,7 @@ def _compose(top: Markup, content: list[Markup], status: str = "") -> tuple["Htm
     ui.add_head_html(head())
     ui.html(top, sanitize=False, tag="header").classes("top")
     line = ui.html(status, sanitize=False, tag="p").classes("status")
-    return line, ui.html(_joined(content), sanitize=False, tag="main")
+    return line, ui.html(_joined(content), sanitize=False).classes("view")
 
 
 def _joined(parts: list[Markup]) -> Markup:
