@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from esper.karn.browser.folder import Listed, RunFolders
 from esper.karn.follower import LIVE, SESSIONS, RunFollower
+from esper.karn.front_cache import FrontCache
 from esper.karn.growth import GrowthRun
 from esper.karn.page import Markup
 from esper.karn.state import CONFIG, EVENTS, METRICS, RunState
@@ -39,7 +40,7 @@ class Watched:
 
     def __init__(self, folders: RunFolders, run: Listed) -> None:
         self.folders, self.run, self.lock = folders, run, Lock()
-        self.follower = RunFollower(run.path)
+        self.follower = RunFollower(run.path, cache=FrontCache())
         self.asked_at = time.monotonic()
         self.refused = ""
         """Why the run is no longer read"""
@@ -50,7 +51,7 @@ class Watched:
         """What is known of the run."""
         return self.follower.state
 
-    def poll(self, seconds: float) -> bool:
+    def poll(self, seconds: float, *, front: bool = True) -> bool:
         """Read what is new, unless a file has become a link that leads out of the folder."""
         for name in _READ:
             path = self.run.path / name
@@ -58,14 +59,14 @@ class Watched:
                 raise BadValueError(f"{self.run.name}/{name} leads out of the folder and is not read")
         self.refused = ""
         with self.lock:
-            return self.follower.poll(seconds)
+            return self.follower.poll(seconds, front=front)
 
     def read_first(self) -> None:
         """Read what a first picture needs."""
         deadline = time.monotonic() + FIRST_S
-        self.poll(0.02)
+        self.poll(0.02, front=False)
         while not self.follower.at_end and time.monotonic() < deadline:
-            self.poll(0.02)
+            self.poll(0.02, front=False)
 
     def version(self) -> Version:
         """Changes when the run does."""
