@@ -1,6 +1,6 @@
 """First paint of `esper serve` on a run whose log has a gigabyte, in Debian's Chromium.
 
-    python benchmarks/serving.py --bytes 1073741824 --json serving.json
+    python benchmarks/serving.py --megabytes 1024
 
 Makes a run of many rounds, each with the events of one of a trained run, or of one made up; serves it in another
 process; and measures from the request to the first picture in the page: without and with what a former server stored in
@@ -19,6 +19,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from harness import RESULTS, print_table, write_result
+
 from esper.leyline.records import config_checksum
 
 HOSTS, STEPS, SLOTS = 24, 50, ("r1c0", "r1c1", "r1c2", "r1c3", "r1c4")
@@ -34,13 +36,13 @@ Json = Any
 def main() -> None:
     """Print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, default=1 << 30, help="size of events.jsonl")
+    parser.add_argument("--megabytes", type=float, default=1024, help="size of events.jsonl, 2**20 bytes each")
     parser.add_argument("--runs", type=int, default=3, help="first paints of each kind")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of serving.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run, cache = Path(folder, "runs", "long"), Path(folder, "cache")
-        rounds = write_long_run(run, options.bytes)
+        rounds = write_long_run(run, int(options.megabytes * 2**20))
         size = (run / "events.jsonl").stat().st_size
         paints: dict[str, list[float]] = {"nothing in the cache": [], "read before": []}
         whole = 0.0
@@ -50,13 +52,12 @@ def main() -> None:
                 seconds, read = measure(run.parent, cache, wait=kind == "nothing in the cache")
                 found.append(seconds)
                 whole = max(whole, read)
-    figures = {"bytes": size, "rounds": rounds, "first_paint_s": paints, "whole_log_s": whole}
-    print(f"events.jsonl: {size / 2**20:,.0f} MB, {rounds} rounds of {HOSTS} hosts, {STEPS} steps")
-    for kind, found in paints.items():
-        print(f"first paint, {kind}: {', '.join(f'{value:.2f}' for value in found)} s")
-    print(f"the whole log was read after {whole:.0f} s")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    rows = [(kind, *(f"{value:.2f}" for value in found)) for kind, found in paints.items()]
+    head = ("cache", *(f"paint {index + 1} (s)" for index in range(options.runs)))
+    print_table(f"events.jsonl: {size / 2**20:,.0f} MB, {rounds} rounds of {HOSTS} hosts, {STEPS} steps", head, rows)
+    print(f"\nthe whole log was read after {whole:.0f} s")
+    result: dict[str, Json] = {"bytes": size, "rounds": rounds, "first_paint_s": paints, "whole_log_s": whole}
+    write_result("serving", result, options.out)
 
 
 def write_long_run(run: Path, size: int) -> int:

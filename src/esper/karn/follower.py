@@ -211,8 +211,8 @@ class RunFollower:
                     break
                 if (number := self._number(line)) is not None:
                     self._places.setdefault(number, (line.begin, line.number - 1))
-                if not line.raw.startswith(b'{"kind":"followed"'):  # details, which are stored of one round only
-                    self._fold(self._front, line, self.state.add_event)
+                if not _is_detail(line):
+                    self._fold(self._front, _without_curves(line), self.state.add_event)
             changed = True
         if begin < end <= self._front.offset:
             self._save_front(end)
@@ -281,3 +281,19 @@ class RunFollower:
                 state.begin_live(line.whole("round"))
         elif state.live is not None and line.get("kind") == "step":
             state.live.add(line, ahead=isinstance(state, GrowthRun))
+
+
+def _is_detail(line: Line) -> bool:
+    """Whether a line says only what is stored of one round: neither a birth nor a commit, nor its end."""
+    if line.raw.startswith(b'{"kind":"stage"') and line.raw.endswith(b"}"):
+        return b'"target":"GERMINATED"' not in line.raw and b"FOSSILIZED" not in line.raw
+    return line.raw.startswith(b'{"kind":"followed"')
+
+
+def _without_curves(line: Line) -> Line:
+    """An episode up to its curves, which are stored of one round only and take most of the time to parse."""
+    if line.raw.startswith(b'{"kind":"episode"') and line.raw.endswith(b"}"):
+        end = line.raw.find(b',"accuracies":[')
+        if end > 0:
+            return line._replace(raw=line.raw[:end] + b"}")
+    return line
