@@ -36,11 +36,13 @@ def test_an_unknown_name() -> None:
         "from esper.cli import main; main(['--help'])",
         "from esper.cli import main; main(['query', '--help'])",
         "from esper.cli import main; main(['report', '--help'])",
+        "from esper.cli import main; main(['watch', '--help'])",
     ],
 )
 def test_help_does_not_import_torch(code: str) -> None:
-    """Torch takes seconds, and help needs none of it."""
-    done = run("-c", f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nassert 'torch' not in sys.modules")
+    """Torch takes seconds, and help needs none of it. Nor does it need what draws."""
+    heavy = "{'torch', 'textual', 'matplotlib', 'duckdb'}"
+    done = run("-c", f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nassert not {heavy} & set(sys.modules)")
     assert done.returncode == 0, done.stderr
 
 

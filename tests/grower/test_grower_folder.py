@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from loops import digits, loader, make, plan, spoil, through_disk, train_epoch
 
-from esper.karn import ask, write_report
+from esper.karn import RunFollower, ask, write_report
 from esper.leyline import BadValueError, EsperError
 from esper.leyline.records import config_checksum
 from esper.storage.logs import read_lines
@@ -92,6 +92,39 @@ def test_killed_and_resumed(cut: int, tmp_path: Path) -> None:
     assert begun + rest == whole
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert list((tmp_path / "cut").glob("metrics.jsonl.tail-*"))
+
+
+def test_every_step_is_told(tmp_path: Path) -> None:
+    """In the live file, with stages and actions, as a follower sees them; it is empty once growth has finished."""
+    model, optimizer, grower = make(folder=tmp_path, policy=BIRTHS, steps=STEPS, budget=3000)
+    for step in (1, 2):
+        train_epoch(model, optimizer, DATA, step)
+        record = grower.step(loader(VALIDATION))
+    header, first, second = lines_of(tmp_path, "live")
+    assert (header["kind"], header["round"]) == ("live", 0)
+    assert (first["step"], first["steps"], first["slots"]) == (1, STEPS, ["stage1", "stage2"])
+    assert first["actions"] == [[0, "GERMINATE", "stage1", "conv_light"]]
+    assert [row[1:5] for row in second["seeds"]] == [["stage1", "HOLDING", "conv_light", 1.0]]
+    assert second["accuracies"] == [pytest.approx(record.accuracy, abs=0.006)]
+    follower = RunFollower(tmp_path)
+    follower.poll()
+    (host,) = follower.state.histories()
+    assert follower.problems == [] and follower.state.live is not None
+    live = follower.state.live.hosts[0]
+    assert (live.trained, live.changes, live.actions) == (host.trained, host.changes, host.actions)
+    assert {slot: seed.stage for slot, seed in live.at().items()} == {
+        slot: seed.stage for slot, seed in host.at().items()
+    }
+    grower.finish()
+    assert (tmp_path / "live.jsonl").read_bytes() == b""
+
+
+def test_a_live_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Growth continues, and says so once."""
+    (tmp_path / "live.jsonl").mkdir()
+    _, lines = run(tmp_path, 0, 2, policy=BIRTHS)
+    assert len(lines) == 2 and len(lines_of(tmp_path, "metrics")) == 2
+    assert capsys.readouterr().err.count("is no longer written") == 1
 
 
 def test_a_step_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:

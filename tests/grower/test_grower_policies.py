@@ -12,6 +12,7 @@ from esper.simic.agent import PPOAgent, PPOConfig
 from esper.simic.agent.policy import write_policy
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
+from esper.storage.logs import read_lines
 from esper.tamiyo import NetworkConfig, growth_layout, growth_table
 from esper.tolaria import get_task
 
@@ -46,12 +47,16 @@ def test_a_policy_file_that_knows_fewer_blueprints(tmp_path: Path) -> None:
     table, layout = growth_table(head_preset("core"), config), growth_layout(config)
     eager = NetworkConfig(first_bias=(-9.0, 9.0, 0.0, 0.0, 0.0, 0.0))  # germinate whenever that is legal
     write_policy(tmp_path / "file", PPOAgent(table, layout, PPOConfig(network=eager)), "core")
-    model, optimizer, grower = make(policy=tmp_path / "file", budget=3000)
+    model, optimizer, grower = make(policy=tmp_path / "file", budget=3000, folder=tmp_path / "run")
     for epoch in range(3):
         train_epoch(model, optimizer, DATA, epoch)
-        grower.step(loader(VALIDATION))
+        record = grower.step(loader(VALIDATION))
+        for chances in record.choices.values():
+            assert abs(sum(chances.values()) - 1) < 0.01
     grown = {seed.blueprint for seed in grower.report().slots.values()} - {None}
     assert grown and grown <= set(known)
+    logged = [line for line in read_lines(tmp_path / "run" / "events.jsonl") if line["kind"] == "followed"]
+    assert logged and set(logged[0]["choices"][0]["blueprint"]) <= set(known)
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from esper.nissa import (
     CompileFailed,
     EpisodeEnded,
     Event,
+    HostFollowed,
     Panicked,
     RoundExamined,
     RoundMeasured,
@@ -20,6 +21,7 @@ from esper.nissa import (
     RunResumed,
     SeedSuspected,
     StageChanged,
+    StepTaken,
     as_line,
 )
 from esper.storage.logs import JsonLines, read_lines
@@ -68,6 +70,37 @@ CASES: list[tuple[Event, str]] = [
         RunResumed("2025-01-01", 3, 9, {}, None, ["threads 1 → 2"]),
         '{"kind":"resumed","time":"2025-01-01","round":3,"rounds":9,"machine":{},"git":null,'
         '"remarks":["threads 1 \\u2192 2"]}',
+    ),
+    (
+        HostFollowed(1, "digits", 0, 3, [{"op": {"WAIT": 0.75}}, {}], [[], [("r1c0", 1.5, 0.5, None, None)]]),
+        '{"kind":"followed","round":1,"task":"digits","step":0,"env":3,"choices":[{"op":{"WAIT":0.75}},{}],'
+        '"measured":[[],[["r1c0",1.5,0.5,null,null]]]}',
+    ),
+    (
+        StepTaken(
+            9.5,
+            1,
+            "digits",
+            2,
+            8,
+            4,
+            ["r1c0"],
+            [50.0],
+            [40.0],
+            [10.0],
+            [None],
+            [(4, "r1c0", "TRAINING", "norm", 0.0, 1.5, 0.5, None, None)],
+            [(4, "GERMINATE", "r1c0", "norm")],
+            [0.5],
+            [{}],
+            [(4, "r1c0", "norm", "DORMANT", "GERMINATED", "germinate")],
+            [(4, ["LOSS"])],
+        ),
+        '{"kind":"step","time":9.5,"round":1,"task":"digits","step":2,"steps":8,"first_env":4,"slots":["r1c0"],'
+        '"accuracies":[50.0],"control_accuracies":[40.0],"gains":[10.0],"losses":[null],'
+        '"seeds":[[4,"r1c0","TRAINING","norm",0.0,1.5,0.5,null,null]],"actions":[[4,"GERMINATE","r1c0","norm"]],'
+        '"probabilities":[0.5],"choices":[{}],"changes":[[4,"r1c0","norm","DORMANT","GERMINATED","germinate"]],'
+        '"panics":[[4,["LOSS"]]]}',
     ),
     (CompileFailed("t", 0, "no gcc"), '{"kind":"compile_failed","time":"t","round":0,"why":"no gcc"}'),
     (RunEnded("t", 9, "complete", 0), '{"kind":"ended","time":"t","round":9,"why":"complete","dropped":0}'),

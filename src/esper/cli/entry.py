@@ -30,6 +30,7 @@ COMMANDS = {
     "tune": "Search a fixed plan or the heuristic's thresholds.",
     "evaluate": "Compare policies on unseen hosts.",
     "offline": "Record policies, imitate records, learn from their rewards.",
+    "watch": "Watch runs in the terminal, live or again.",
     "report": "Write a run as one HTML page.",
     "query": "Query a run with SQL.",
     "serve": "Show runs in the browser, live.",

@@ -50,12 +50,12 @@ class RunFollower:
         self.path, self.tail, self.cache = Path(path), tail, cache
         self.gone = False
         """Whether the run was deleted; the state is then the last one"""
-        self.pinned: int | None = None
-        """The round whose details are stored; None for the newest complete one"""
         self._begin(read_header(self.path, logs_needed=False))
 
     def _begin(self, header: Fields) -> None:
         """Forget everything, and read from the beginning."""
+        self.pinned: int | None = None
+        """The round whose details are stored; None for the newest complete one"""
         make = GrowthRun.of if is_of_grower(header) else RunState.of
         self.state: RunState | GrowthRun = make(self.path, header)
         self.problems: list[str] = []

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 BLOCK = 1 << 18
 """Bytes that are read at once"""
-MEMORY = 96
+MEMORY = 4096
 """Bytes before the place that was reached, by which a file is recognised"""
 
 

@@ -265,7 +265,7 @@ def ops_of(run: RunState) -> list[str]:
     return known + sorted(used - set(known))
 
 
-def _seed_counts(run: RunState) -> dict[str, list[Counter[str]]]:
+def seed_counts(run: RunState) -> dict[str, list[Counter[str]]]:
     """Germinations and commits: per round, `slot/blueprint` → how many."""
     commits = run.commits
     return {
@@ -276,7 +276,7 @@ def _seed_counts(run: RunState) -> dict[str, list[Counter[str]]]:
 
 def rows_of(run: RunState) -> list[str]:
     """The kinds of seed that the maps show, by slot; the rarest share the last row."""
-    total = sum((counts for rounds in _seed_counts(run).values() for counts in rounds), Counter[str]())
+    total = sum((counts for rounds in seed_counts(run).values() for counts in rounds), Counter[str]())
     names = [name for name, _ in total.most_common(MOST_ROWS if len(total) <= MOST_ROWS else MOST_ROWS - 1)]
     slots = {slot: index for index, slot in enumerate(run.slots)}
     names.sort(key=lambda name: (slots.get(name.split("/")[0], len(slots)), name))
@@ -296,7 +296,7 @@ def draw_decisions(run: RunState) -> "Figure":
     edges = (run.rounds[0].number - 0.5, run.rounds[-1].number + 0.5, len(rows) - 0.5, -0.5)
     with new_figure(10.0, 1.5 + 0.19 * len(rows)) as figure:
         axes = figure.subplots(1, 2, sharey=True)
-        for axis, (title, rounds) in zip(axes, _seed_counts(run).items(), strict=True):
+        for axis, (title, rounds) in zip(axes, seed_counts(run).items(), strict=True):
             for counts in rounds:
                 counts[OTHERS] = counts.total() - sum(counts[row] for row in rows)
             cells = [[counts[row] / n for counts, n in zip(rounds, hosts, strict=True)] for row in rows]

@@ -13,7 +13,7 @@ from torch import Tensor
 from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
-from esper.nissa import LiveFile, SinkSettings, events
+from esper.nissa import SinkSettings, events
 from esper.simic.agent import PPOAgent, PPOUpdateMetrics, TamiyoRolloutBuffer
 from esper.simic.rewards import Suspicion
 from esper.simic.telemetry import (
@@ -45,7 +45,6 @@ class Recorder:
         """`profile`: folder for a trace of every operator of one round."""
         self.folder, self.rounds, config = folder, folder.config.rounds, folder.config
         self.hub = sinks.open(folder.path, encode(config), restored.rounds)
-        self.live = LiveFile(folder.path)
         self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
         self.detail = restored.telemetry.detail
         self.alarms: tuple[events.AlarmRaised, ...] = ()  # of the last round
@@ -59,7 +58,7 @@ class Recorder:
         """Open the run's files and sinks, note begin and end. Signals end the block; `done` counts complete rounds."""
         path, left = self.folder.path, self.rounds - done()
         bar = progress_bar("rounds", left, shown=progress)
-        with bar as self._advance, self.folder, self.hub, self.live, termination_interrupts():
+        with bar as self._advance, self.folder, self.hub, termination_interrupts():
             if self._profile is not None and not left:
                 raise BadValueError(f"{path} has no round left to trace; omit --profile")
             try:

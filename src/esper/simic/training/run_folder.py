@@ -13,6 +13,7 @@ import torch
 
 from esper.leyline import BadValueError, CheckpointError, StorageError
 from esper.leyline.records import config_checksum, decode, encode
+from esper.nissa import LiveFile
 from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.telemetry import Detail, DetectorState
 from esper.simic.training.config import TrainConfig, decode_config
@@ -143,6 +144,7 @@ class RunFolder:
         self.path, self.config, self.checkpoints = path, config, checkpoints
         self.events = lock.enter_context(JsonLines(path / EVENTS, offsets[0]))
         self.metrics = lock.enter_context(JsonLines(path / METRICS, offsets[1]))
+        self.live = lock.enter_context(LiveFile(path))  # for those who watch; no part of the run
         self._resources = lock.pop_all()
 
     @classmethod

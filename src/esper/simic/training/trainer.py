@@ -106,7 +106,7 @@ class Trainer:
         self.collector = RoundCollector(
             self.runners, self.agent, config.reward, config.seed, self.spans, taped=record is not None
         )
-        self.collector.live = self.recorder.live
+        self.collector.live = self.folder.live
 
     def run(self, *, progress: bool = True) -> None:
         """Train the remaining rounds. Ctrl-C and SIGTERM end it after the last complete round."""

@@ -1,0 +1,151 @@
+"""One host: its curve against the control, its slots over time, its seeds, and what the policy considered."""
+
+from collections.abc import Sequence
+
+from rich.style import Style
+from rich.text import Text
+
+from esper.karn.histories import HostHistory
+from esper.karn.lines import Action, Choices
+from esper.karn.terminal.drawing import (
+    AXIS,
+    COLOURS,
+    bar,
+    chart,
+    fitted,
+    heading,
+    legend,
+    measured,
+    number,
+    safe,
+    sparkline,
+    stage_cell,
+    styled,
+)
+from esper.karn.terminal.moment import Watched
+from esper.leyline import SeedStage
+
+BORDER = Style.parse(f"reverse {COLOURS['ink']}")
+MARKS = {SeedStage.GERMINATED: "▲", SeedStage.FOSSILIZED: "★", SeedStage.PRUNED: "✖"}
+MOST_CHOICES = 6
+LAST_DECISIONS = 4
+
+
+def host_lines(watched: Watched, width: int, height: int) -> list[Text]:
+    """The whole screen."""
+    host, trained = watched.host(), watched.trained
+    if host is None:
+        return [styled(("no host is known yet: the round has no complete step", "muted"))]
+    return [
+        *_curve(host, trained, width, 4 if height < 30 else 8),
+        *_lanes(host, watched.state.slots, trained, width),
+        *_seeds(host, trained, width),
+        *_considered(host, trained, width),
+    ]
+
+
+def _curve(host: HostHistory, trained: int, width: int, rows: int) -> list[Text]:
+    gains = host.value(host.gains, trained)
+    parts = [f"host {host.env}", f"  {safe(host.task)}, step {trained} of {host.steps}"]
+    has_accuracy = any(value is not None for value in host.accuracies)
+    curve, what, form = (host.accuracies, "accuracy", ".1f") if has_accuracy else (host.losses, "loss", ".3g")
+    control = host.control_accuracies if any(value is not None for value in host.control_accuracies) else []
+    title = styled(
+        (parts[0], "bold"), (parts[1], "muted"), f"  {what} {number(host.value(curve, trained), form)}",
+        *([f", control {number(host.value(control, trained), form)}, gain {number(gains)}"] if control else []),
+    )  # fmt: skip
+    if host.outcome is not None:
+        title.append(f", in the end objective {host.outcome.objective:+.2f}", COLOURS["green"])
+    own = _stretched(curve, host, width)
+    key = styled((f"{'':8}⠒ host ", "blue"), ("╌ its control", "muted")) if control else None
+    lines = [title, *chart([own, _stretched(control, host, width)] if control else [own], width, rows, form=form)]
+    return [*lines, key] if key is not None else lines
+
+
+def _stretched(curve: Sequence[float | None], host: HostHistory, width: int) -> list[float | None]:
+    """A value per half column of the whole episode, so that charts and lanes have one axis."""
+    columns, steps = 2 * max(1, width - AXIS), max(1, host.steps - host.begins_after)
+    return [curve[i] if (i := column * steps // columns) < len(curve) else None for column in range(columns)]
+
+
+def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) -> list[Text]:
+    """A lane per slot: the stage of every step, and alpha below where the seed has acted."""
+    used = {change.slot for change in host.changes} | set(host.alphas)
+    slots = [slot for slot in order if slot in used]
+    columns, steps = max(1, width - AXIS), max(1, host.steps - host.begins_after)
+    lines = [heading("Slots", "stage of each step, alpha below; the cursor is inverted"), *legend(width)]
+    begins = [host.begins_after + column * steps // columns for column in range(columns)]
+    last = host.trained
+    marks = {(change.slot, change.at): MARKS[change.target] for change in host.changes if change.target in MARKS}
+    panics = {panic.step + 1 for panic in host.panics}
+    stages: dict[int, dict[str, SeedStage]] = {
+        at: {slot: seed.stage for slot, seed in host.at(at).items()} for at in dict.fromkeys(begins) if at <= last
+    }
+    for slot in slots:
+        lane = styled(f"{fitted(slot, AXIS - 1)} ")
+        for column, at in enumerate(begins):
+            first = column == 0 or begins[column - 1] != at
+            text, style = stage_cell(stages.get(at, {}).get(slot, SeedStage.DORMANT))
+            text = marks.get((slot, at), "!" if at in panics else text) if first else text
+            if at > last:
+                text, style = " ", Style.null()
+            lane.append(text, BORDER if first and at == trained else style)
+        lines.append(lane)
+        if any(host.alphas.get(slot, [])):
+            alphas = host.alphas[slot]
+            own = [alphas[at - host.begins_after] if at - host.begins_after < len(alphas) else 0.0 for at in begins]
+            shown = [alpha if alpha > 0 else None for alpha in own]
+            lines.append(styled((f"{'alpha':>{AXIS - 1}} ", "muted"), (sparkline(shown, columns, (0.0, 1.0)), "sky")))
+    if not slots:
+        lines.append(styled(("no seed has been germinated", "muted")))
+    return lines
+
+
+def _seeds(host: HostHistory, trained: int, width: int) -> list[Text]:
+    """The seeds at the cursor, with what was measured of them."""
+    seeds = host.at(trained)
+    lines = [heading("Seeds", "auditions and contributions in points, with their errors")]
+    if not seeds:
+        return [*lines, styled(("every slot is empty", "muted"))]
+    name = max(6, width - 69)
+    lines.append(
+        styled((f"{'slot':<{name}} blueprint    stage        age alpha {'audition':>14} {'contribution':>14}", "muted"))
+    )
+    for slot, seed in seeds.items():
+        line = styled(fitted(slot, name), " ", fitted(seed.blueprint or "–", 12), " ")
+        line.append(*stage_cell(seed.stage))
+        line.append(f" {seed.stage.name.lower():<10} {trained - seed.born:>3}  {seed.alpha:.2f}")
+        line.append(f" {measured(seed.audition):>14} {measured(seed.contribution):>14}")
+        lines.append(line)
+    return lines
+
+
+def _considered(host: HostHistory, trained: int, width: int) -> list[Text]:
+    """What the policy chose among, and its last decisions."""
+    at = max((step for step in host.choices if step <= trained), default=None)
+    lines = [heading("The policy", "" if at is None else f"what it considered at step {at}, with probabilities")]
+    if at is None:
+        why = "probabilities are known of the first eight hosts of a round, where a learned policy decides"
+        lines.append(styled((why, "muted")))
+    else:
+        lines += _options(host.choices[at], host.actions.get(at), width)
+    done = sorted((step, action) for step, action in host.actions.items() if step <= trained)[-LAST_DECISIONS:]
+    for step, action in reversed(done):
+        chance = host.chances.get(step)
+        likely = "" if chance is None else f"  ({100 * chance:.1f} % likely, all its choices together)"
+        what = " ".join(part for part in (action.op.lower(), action.blueprint, action.slot) if part)
+        lines.append(styled((f"step {step:>4}: ", "muted"), safe(what), (likely, "muted")))
+    return lines
+
+
+def _options(choices: Choices, chosen: Action | None, width: int) -> list[Text]:
+    """The choices of every head with their probabilities; the one that was drawn is marked."""
+    taken = {"op": "WAIT"} if chosen is None else {"op": chosen.op, "slot": chosen.slot, "blueprint": chosen.blueprint}
+    room, lines = min(30, max(5, width - 42)), []
+    for head, options in choices.items():
+        for index, (name, chance) in enumerate(list(options.items())[:MOST_CHOICES]):
+            label = fitted(head if index == 0 else "", 10)
+            mark = "▸" if taken.get(head) == name else " "
+            figures = f"{fitted(name, 18)} {100 * chance:5.1f} % "
+            lines.append(styled((label, "muted"), (mark, "green"), figures, (bar(chance, room), "blue")))
+    return lines
