@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from esper.karn.film_page import film_scripts
 from esper.leyline.records import config_checksum
 
 Json = Any  # what will become JSON
@@ -197,6 +198,12 @@ class Page(HTMLParser):
         """Every value of an attribute."""
         return [value for _, attributes in self.tags if (value := attributes.get(attribute)) is not None]
 
+    def foreign_scripts(self) -> list[str]:
+        """Scripts other than the player of films, and those from elsewhere."""
+        own = film_scripts().removeprefix("<script>").removesuffix("</script>")
+        sources = [str(attributes["src"]) for tag, attributes in self.tags if tag == "script" and "src" in attributes]
+        return [text for tag, text in self.texts if tag == "script" and text != own] + sources
+
     def text(self, *tags: str) -> str:
-        """All text, or that of some elements."""
-        return " ".join(data for tag, data in self.texts if not tags or tag in tags)
+        """All text that is shown, or that of some elements."""
+        return " ".join(data for tag, data in self.texts if (tag in tags if tags else tag != "script"))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from esper.cli.evaluate import print_report
 from esper.karn import read_run, write_report
-from esper.karn.report import what_was_learned
+from esper.karn.sections import what_was_learned
 from esper.simic.agent import PPOAgent
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, kinds_of_hosts
 from esper.simic.evaluation.policies import Contender, EvaluationConfig, PolicySpec

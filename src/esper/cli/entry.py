@@ -33,6 +33,7 @@ COMMANDS = {
     "watch": "Watch runs in the terminal, live or again.",
     "report": "Write a run as one HTML page.",
     "query": "Query a run with SQL.",
+    "serve": "Show runs in the browser, live.",
 }
 
 

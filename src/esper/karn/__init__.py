@@ -1,9 +1,9 @@
-"""Reads what a run wrote, answers queries about it, and draws it."""
+"""Reads what a run wrote or is writing, answers queries about it, and draws it."""
 
 from esper.karn.evaluations import Evaluation, read_evaluations
 from esper.karn.follower import RunFollower
 from esper.karn.queries import Answer, ask
-from esper.karn.report import write_report
+from esper.karn.report import write_film, write_report
 from esper.karn.state import RunState, read_run
 from esper.karn.timeline import draw_growth
 
@@ -16,5 +16,6 @@ __all__ = [
     "draw_growth",
     "read_evaluations",
     "read_run",
+    "write_film",
     "write_report",
 ]

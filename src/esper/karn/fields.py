@@ -10,6 +10,7 @@ from esper.leyline import BadValueError
 from esper.leyline.records import Json, refuse_constant
 from esper.storage.logs import read_lines
 
+_LARGEST = sys.float_info.max
 COUNTS = range(2**63)
 """What a count may be: pictures and databases take no larger numbers"""
 
@@ -72,8 +73,8 @@ class Fields(dict[str, Json]):
 
 def is_number(value: Json) -> TypeGuard[float]:
     """Whether a value is a finite number, and no bool."""
-    # Compared, because an integer may be too large for a float.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    # Compared, because an integer may be too large for a float. By type, which is fast: JSON has no other numbers.
+    return type(value) in (float, int) and -_LARGEST <= value <= _LARGEST
 
 
 def read_object(path: Path, what: str) -> Fields:

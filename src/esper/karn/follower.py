@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from esper.karn.fields import Fields
+from esper.karn.front_cache import FrontCache
 from esper.karn.growing_files import BLOCK, GrowingFile, Line, LiveTail
 from esper.karn.growth import GrowthRun
 from esper.karn.state import CONFIG, EVENTS, METRICS, RunState, is_of_grower, read_header
@@ -44,9 +45,9 @@ class Session(NamedTuple):
 class RunFollower:
     """The state of a run, which `poll` keeps up to date. For one thread."""
 
-    def __init__(self, path: Path, *, tail: int = TAIL) -> None:
-        """Raises if the folder holds no run. Nothing else is read yet."""
-        self.path, self.tail = Path(path), tail
+    def __init__(self, path: Path, *, tail: int = TAIL, cache: FrontCache | None = None) -> None:
+        """Raises if the folder holds no run. Nothing else is read yet. `cache`: of what lies before the tail."""
+        self.path, self.tail, self.cache = Path(path), tail, cache
         self.gone = False
         """Whether the run was deleted; the state is then the last one"""
         self._begin(read_header(self.path, logs_needed=False))
@@ -70,8 +71,9 @@ class RunFollower:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def poll(self, seconds: float = WATCHED_S) -> bool:
-        """Read what is new, for about so many seconds; whether anything has changed."""
+    def poll(self, seconds: float = WATCHED_S, *, front: bool = True) -> bool:
+        """Read what is new, for about so many seconds; whether anything has changed. Without `front`, what lies before
+        the tail of a long log waits."""
         deadline = time.monotonic() + seconds
         if self._stamp() is None:
             changed, self.gone = not self.gone, True
@@ -89,8 +91,7 @@ class RunFollower:
         self._follow_newest()
         changed |= self._read_events(deadline)
         changed |= self._read_live()
-        changed |= self._read_front(deadline)
-        return changed
+        return self._read_front(deadline) | changed if front else changed
 
     @property
     def behind(self) -> tuple[int, int]:
@@ -98,6 +99,11 @@ class RunFollower:
         begin = self._tail_begin or 0
         read = self._events.offset - begin + min(self._front.offset, begin)
         return read, read if self._waits else max(read, self._events.size() or 0)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the newest events of complete rounds or steps were read."""
+        return self.state.complete < self._awaited or not self._events.has_more()
 
     @property
     def _waits(self) -> bool:
@@ -193,7 +199,9 @@ class RunFollower:
 
     def _read_front(self, deadline: float) -> bool:
         """Read what lies before the tail."""
-        end, changed = self._tail_begin or 0, False
+        end = self._tail_begin or 0
+        changed = end > 0 == self._front.offset and self._load_front(end)
+        begin = self._front.offset
         while self._front.offset < end and (changed is False or time.monotonic() < deadline):
             lines = self._front.read(min(BLOCK, end - self._front.offset))
             if not lines:
@@ -203,10 +211,27 @@ class RunFollower:
                     break
                 if (number := self._number(line)) is not None:
                     self._places.setdefault(number, (line.begin, line.number - 1))
-                if not line.raw.startswith(b'{"kind":"followed"'):  # details, which are stored of one round only
-                    self._fold(self._front, line, self.state.add_event)
+                if not _is_detail(line):
+                    self._fold(self._front, _without_curves(line), self.state.add_event)
             changed = True
+        if begin < end <= self._front.offset:
+            self._save_front(end)
         return changed
+
+    def _load_front(self, end: int) -> bool:
+        """Take over what the cache has of the part before `end`."""
+        stored = None if self.cache is None else self.cache.load(self._events.path, end)
+        if stored is None or isinstance(self.state, GrowthRun):
+            return False
+        self.state.add_front(stored)
+        self._places = {**stored.places, **self._places}
+        self._front.seek(stored.end, stored.lines)
+        return True
+
+    def _save_front(self, end: int) -> None:
+        if self.cache is not None and isinstance(self.state, RunState) and not self.problems:
+            places = {number: place for number, place in self._places.items() if place[0] < end}
+            self.cache.save(self._events.path, self.state.front(end, self._front.number, places))
 
     def show(self, number: int | None) -> bool:
         """Store the details of this complete round, or of the newest (None). Whether its events are at hand: those of
@@ -256,3 +281,19 @@ class RunFollower:
                 state.begin_live(line.whole("round"))
         elif state.live is not None and line.get("kind") == "step":
             state.live.add(line, ahead=isinstance(state, GrowthRun))
+
+
+def _is_detail(line: Line) -> bool:
+    """Whether a line says only what is stored of one round: neither a birth nor a commit, nor its end."""
+    if line.raw.startswith(b'{"kind":"stage"') and line.raw.endswith(b"}"):
+        return b'"target":"GERMINATED"' not in line.raw and b"FOSSILIZED" not in line.raw
+    return line.raw.startswith(b'{"kind":"followed"')
+
+
+def _without_curves(line: Line) -> Line:
+    """An episode up to its curves, which are stored of one round only and take most of the time to parse."""
+    if line.raw.startswith(b'{"kind":"episode"') and line.raw.endswith(b"}"):
+        end = line.raw.find(b',"accuracies":[')
+        if end > 0:
+            return line._replace(raw=line.raw[:end] + b"}")
+    return line

@@ -6,6 +6,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from esper.karn.canvas import new_figure, whole_ticks
+from esper.karn.film import film_of_growth
+from esper.karn.film_page import FILM_CAPTION, FILM_RULES, film_element, film_scripts
 from esper.karn.growth import GrowthRun
 from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
 from esper.karn.palette import BLUE, MUTED, SERIES, VERMILION
@@ -26,17 +28,24 @@ SECTIONS = {
 
 def growth_page(run: GrowthRun) -> str:
     """The whole document."""
-    contents = (_summary(run), _growth(run), _contributions(run), _parameters(run))
+    contents = (summary_section(run), _growth(run), contributions_section(run), parameters_section(run))
     sections = [
         element("section", element("h2", heading), *parts, id=name)
         for (name, heading), parts in zip(SECTIONS.items(), contents, strict=True)
     ]
     title = f"Esper: {run.config['host']} in its own loop"
     links = [element("a", heading, href=f"#{name}") for name, heading in SECTIONS.items()]
-    return page(title, element("header", element("h1", title), element("nav", *links)), *sections)
+    return page(
+        title,
+        element("header", element("h1", title), element("nav", *links)),
+        *sections,
+        film_scripts(),
+        rules=FILM_RULES,
+    )
 
 
-def _summary(run: GrowthRun) -> list[Markup]:
+def summary_section(run: GrowthRun) -> list[Markup]:
+    """What grew in words, and the settings."""
     last = run.steps[-1].number
     facts = {
         "run": str(run.path),
@@ -80,11 +89,6 @@ def _nouns() -> list[str]:
 
 
 def _growth(run: GrowthRun) -> list[Markup]:
-    name = _curve(run)[0]
-    caption = (
-        f"Above: the validation {name} after every step. Below: the stage of each slot. ▲ a seed is germinated,"
-        " ★ committed, ✖ pruned. A dashed line is a panic: the model had diverged and went back to its last step."
-    )
     remarks = [element("li", f"Step {step.number}: {remark}.") for step in run.steps for remark in step.remarks]
     rows = [
         (str(step.number), _shown(step.accuracy, ".2f"), _shown(step.loss, ".4g"), f"{step.grown:,}")
@@ -93,10 +97,22 @@ def _growth(run: GrowthRun) -> list[Markup]:
     head = ("step", "accuracy (%)", "loss", "grown parameters")
     numbers = table(head, rows, "Validation results, and parameters of all seeds after the step.")
     listed = [element("ul", *remarks)] if remarks else []
-    return [stage_legend(), picture("growth", _draw_growth(run), caption), *listed, folded("All steps", numbers)]
+    film = film_element(film_of_growth(run), "growth-film", FILM_CAPTION)
+    return [*growth_timeline(run), *listed, film, folded("All steps", numbers)]
 
 
-def _contributions(run: GrowthRun) -> list[Markup]:
+def growth_timeline(run: GrowthRun) -> list[Markup]:
+    """The curve, and a lane per slot."""
+    caption = (
+        f"Above: the validation {_curve(run)[0]} after every step. Below: the stage of each slot. ▲ a seed is"
+        " germinated, ★ committed, ✖ pruned. A dashed line is a panic: the model had diverged and went back to its last"
+        " step."
+    )
+    return [stage_legend(), picture("growth", _draw_growth(run), caption)]
+
+
+def contributions_section(run: GrowthRun) -> list[Markup]:
+    """What silencing each seed would cost."""
     if not any(step.contributions for step in run.steps):
         return [note("No contribution was measured: no seed acted, or the steps got numbers instead of data.")]
     what = "percent of the loss" if run.config.get("own_loss") else "points of accuracy"
@@ -106,7 +122,8 @@ def _contributions(run: GrowthRun) -> list[Markup]:
     return [picture("contributions", _draw_contributions(run, what), caption)]
 
 
-def _parameters(run: GrowthRun) -> list[Markup]:
+def parameters_section(run: GrowthRun) -> list[Markup]:
+    """Parameters over steps."""
     caption = "Parameters of all seeds after every step. The dotted line is the budget."
     return [picture("parameters", _draw_parameters(run), caption)]
 

@@ -30,10 +30,15 @@ def picture(name: str, figure: "Figure", caption: str) -> Markup:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> Markup:
-    """A table whose first column names the rows."""
+    """A table whose first column names the rows. Cells know their column, for screens on which rows are stacked."""
     titles = element("tr", *(element("th", cell, scope="col") for cell in head))
     body = [
-        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            *(element("td", cell, **{"data-head": name}) for name, cell in zip(head[1:], row[1:], strict=True)),
+        )
+        for row in rows
     ]
     filled = element("table", element("caption", caption), element("thead", titles), element("tbody", *body))
     return element("div", filled, class_="wide")
@@ -67,21 +72,26 @@ def folded(title: str, part: str) -> Markup:
     return element("details", element("summary", title), part)
 
 
-def page(title: str, *parts: str) -> str:
-    """The whole document: it loads nothing from anywhere."""
+def styles(rules: str = "") -> Markup:
+    """The style of pages, in light and dark. `rules`: CSS of parts."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PALETTE.items()) for i in (0, 1))
     colours = (
         f":root{{color-scheme:light dark;--paper:#ffffff;--panel:#f6f8fa;{light}}}\n"
         # Paper is white, whatever the screen is.
         f"@media screen and (prefers-color-scheme:dark){{:root{{--paper:#14181d;--panel:#1d232a;{dark}}}}}\n"
     )
+    return element("style", Markup(colours + _RULES + rules))
+
+
+def page(title: str, *parts: str, rules: str = "") -> str:
+    """The whole document: it loads nothing from anywhere. `rules`: CSS of its parts."""
     head = element(
         "head",
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
         element("title", title),
-        element("style", Markup(colours + _RULES)),
+        styles(rules),
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', *parts)), lang='en')}\n"
 

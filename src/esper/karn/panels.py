@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from esper.karn.canvas import new_figure, whole_ticks
 from esper.karn.palette import MUTED, SERIES
-from esper.karn.state import HEADLINES, RunState
+from esper.karn.state import HEADLINES, Round, RunState
 from esper.leyline import LifecycleOp
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ HEALTH = (
 )  # fmt: skip
 ROUNDING = 1e-6
 """What changes by less over a run did not change"""
+MOST_MARKED, MOST_BANDED = 200, 300
+"""With more rounds, curves have no marks, and bands are drawn at some of the rounds only"""
 
 
 def columns_of(run: RunState, panel: Panel) -> list[str]:
@@ -160,9 +162,11 @@ def _draw_lines(
         axis = figure.subplots()
         if band is not None:
             low, high = (gaps(list(ends)) for ends in zip(*band, strict=True))
-            axis.fill_between(rounds, low, high, color=lines[0][2], alpha=0.18, linewidth=0)
+            own = [entry.number for entry in banded(run)]
+            axis.fill_between(own, low, high, color=lines[0][2], alpha=0.18, linewidth=0)
+        marker = "o" if len(rounds) <= MOST_MARKED else None
         for label, values, colour in lines:
-            axis.plot(rounds, gaps(values), color=colour, marker="o", markersize=2.8, label=label)
+            axis.plot(rounds, gaps(values), color=colour, marker=marker, markersize=2.8, label=label)
         if panel.log and all(value > 0 for _, values, _ in lines for value in values if value is not None):
             _log_scale(axis)
         for height in [0.0] * panel.zero + ([] if target is None else [target]):
@@ -197,13 +201,19 @@ def _legend_above(axis: "Axes", inches: float) -> None:
         )  # fmt: skip
 
 
+def banded(run: RunState) -> list[Round]:
+    """The rounds at which bands are drawn: all, or every so many of a long run."""
+    every = max(1, len(run.rounds) // MOST_BANDED)
+    return run.rounds[::-1][::every][::-1]  # the last one is among them
+
+
 def _band(run: RunState, column: str, band: Band) -> list[tuple[float | None, float | None]]:
-    """Lower and upper end of every round; None where a round has no episodes or no such number."""
+    """Lower and upper end of every such round; None where a round has no episodes or no such number."""
     import numpy as np
 
     ends: list[tuple[float | None, float | None]] = []
-    for entry, value in zip(run.rounds, run.series(column), strict=True):
-        episodes = run.episodes.get(entry.number, [])
+    for entry in banded(run):
+        episodes, value = run.episodes.get(entry.number, []), entry.columns.get(column)
         if not episodes or value is None:
             ends.append((None, None))
         elif band == "hosts":

@@ -1,23 +1,28 @@
 """`esper report`: a run folder as one page that needs nothing else."""
 
-import json
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from esper.karn import panels
-from esper.karn.evaluations import Evaluation, evaluation_section, read_evaluations
+from esper.karn.evaluations import read_evaluations
+from esper.karn.film import film_of_growth, film_of_host
+from esper.karn.film_files import save_film
+from esper.karn.film_page import FILM_RULES, film_scripts
 from esper.karn.growth import read_growth
 from esper.karn.growth_page import growth_page
-from esper.karn.lines import Episode
-from esper.karn.page import Markup, element, facts_list, folded, note, page, picture, stage_legend, table
-from esper.karn.state import Round, RunState, is_of_grower, read_header, read_run
+from esper.karn.page import element, page
+from esper.karn.sections import (
+    decisions_section,
+    growth_section,
+    health_section,
+    learning_section,
+    policies_section,
+    summary_section,
+)
+from esper.karn.state import is_of_grower, read_header, read_run
 from esper.karn.taught import read_taught, taught_section
-from esper.karn.timeline import MARKS, STANDINGS, choose_hosts, draw_host, marks_of, rank_at
+from esper.karn.timeline import Standing, episode_at
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
-from esper.leyline.records import Json
 from esper.storage.files import check_writable, replace_file
 
 SECTIONS = {
@@ -59,190 +64,37 @@ def write_report(
     check_writable(target)
     files = sorted(run_path.glob("evaluation*.json")) if evaluations is None else evaluations
     compared = [evaluation for path in files for evaluation in read_evaluations(Path(path))]
-    contents = {"summary": _summary(run)}
+    contents = {"summary": summary_section(run)}
     contents |= {} if taught is None else {"teaching": taught_section(taught)}
-    contents |= {"growth": _growth(run, hosts)} if run.rounds else {}
-    contents["policies"] = _policies(compared)
-    contents |= {"learning": _learning(run), "decisions": _decisions(run), "health": _health(run)} if run.rounds else {}
+    contents |= {"growth": growth_section(run, hosts)} if run.rounds else {}
+    contents["policies"] = policies_section(compared)
+    contents |= (
+        {"learning": learning_section(run), "decisions": decisions_section(run), "health": health_section(run)}
+        if run.rounds
+        else {}
+    )
     sections = [element("section", element("h2", SECTIONS[name]), *parts, id=name) for name, parts in contents.items()]
     title = f"Esper: {run.config['task']}, seed {run.setting('seed')}"
     links = [element("a", SECTIONS[name], href=f"#{name}") for name in contents]
     header = element("header", element("h1", title), element("nav", *links))
-    replace_file(target, page(title, header, *sections))
+    replace_file(target, page(title, header, *sections, film_scripts(), rules=FILM_RULES))
     return target
 
 
-def _summary(run: RunState) -> list[Markup]:
-    facts = {
-        "run": str(run.path),
-        "task": run.setting("task"),
-        "seed": run.setting("seed"),
-        "rounds": f"{len(run.rounds)} complete of {run.setting('rounds')}",
-        "hosts per round": _present("{0}, controls included; {1} beside each control", run.config, "hosts", "members"),
-        "steps per episode": run.steps if run.rounds else None,
-        "heads and ops": run.setting("preset"),
-        "sensing of empty slots": {"True": "on", "False": "off"}.get(str(run.setting("sensing"))),
-        "reward": run.setting("reward", "family"),
-        "rent": _present("{0} points per doubling", run.setting("reward"), "rho"),
-        "PPO": _present(
-            "{0} epochs of {1} minibatches, rate {2}, target KL {3}, entropy {4}",
-            run.setting("ppo"), "epochs", "minibatches", "rate", "target_kl", "entropy",
-        ),
-        "git": run.git or "not recorded",
-        "torch": run.torch,
-        "device": run.setting("device"),
-    }  # fmt: skip
-    return [
-        element("p", " ".join(what_was_learned(run)), class_="lead"),
-        facts_list(facts),
-        folded("The whole configuration", element("pre", json.dumps(run.config, indent=1, ensure_ascii=False))),
-    ]
+def write_film(
+    run_path: Path, out: Path, *, host: int | Standing | None = None, round: int | None = None, step: int | None = None
+) -> Path:
+    """Write the growth of one host as an animated GIF, or its end or one step as a PNG; the name of `out` says which.
 
-
-def _present(sentence: str, settings: Json, *keys: str) -> str | None:
-    """A sentence with values of the configuration; None where one of them is not recorded."""
-    if not isinstance(settings, dict) or any(key not in settings for key in keys):
-        return None
-    return sentence.format(*(settings[key] for key in keys))
-
-
-def _growth(run: RunState, hosts: int) -> list[Markup]:
-    return [
-        element(
-            "p",
-            f"Hosts of round {run.shown}. Bars are the stages of each slot; the black line inside a bar is alpha, from"
-            " 0 at its lower edge to 1 at its upper one. ▲ a seed is germinated, ★ committed, ✖ cut; a dashed line"
-            " across is a panic, after which the host went back to its snapshot. A control began alike and never grew.",
-        ),
-        stage_legend(),
-        *(
-            picture(f"host{index}", draw_host(run, episode), _life(run, rank, episode))
-            for index, (rank, episode) in enumerate(choose_hosts(run.episodes[run.shown], hosts))
-        ),
-    ]
-
-
-def _policies(evaluations: list[Evaluation]) -> list[Markup]:
-    if evaluations:
-        return [part for index, each in enumerate(evaluations) for part in evaluation_section(each, f"policies{index}")]
-    command = "esper evaluate --policies RUN,heuristic,random,wait --json RUN/evaluation.json"
-    remedy = " compares this run with rules on hosts that none of them has seen; the next report then shows it."
-    return [note("No evaluation was given. ", element("code", command), remedy)]
-
-
-def _learning(run: RunState) -> list[Markup]:
-    pictures = [picture(panel.patterns[0], panels.draw_panel(run, panel), panel.meaning) for panel in panels.LEARNING]
-    formats = {
-        "objective": "+.2f", "objective_std": ".2f", "gain": "+.2f", "accuracy": ".2f", "added_parameters": ".1f",
-        "committed": ".2f", "panics": ".0f",
-    }  # fmt: skip
-    rows = [
-        (str(entry.number), *(f"{entry.columns[name]:{form}}" for name, form in formats.items()))
-        for entry in run.rounds
-    ]
-    head = ("round", *(name.replace("_", " ") for name in formats))
-    numbers = table(head, rows, "Means over the hosts of a round; points and percent.")
-    return [element("div", *pictures, class_="gallery two"), folded("Numbers of every round", numbers)]
-
-
-def _decisions(run: RunState) -> list[Markup]:
-    parts = [note("No seed was germinated in any round.")]
-    if panels.rows_of(run):
-        caption = (
-            "How often a host germinated a seed of a kind (left) and committed one (right), round by round: the lighter"
-            " the more, blank is never."
-        )
-        parts = [picture("seeds", panels.draw_decisions(run), caption)]
-    if panels.ops_of(run):
-        parts.append(picture("ops", panels.draw_ops(run), panels.OPS.meaning))
-    return parts
-
-
-def _health(run: RunState) -> list[Markup]:
-    drawn, constant = panels.health_panels(run)
-    pictures = [
-        picture(f"health{index}", panels.draw_panel(run, panel), panel.meaning) for index, panel in enumerate(drawn)
-    ]
-    parts = [element("div", *pictures, class_="gallery three")] if pictures else []
-    if constant:
-        listed = ", ".join(f"{name} = {value:.4g}" for name, value in constant.items())
-        parts.append(note(f"The same in every round, to a millionth: {listed}."))
-    return parts
-
-
-# -- the run in words -------------------------------------------------------------------------------------------------
-
-
-def ends_of(run: RunState) -> tuple[list[Round], list[Round]]:
-    """The first and the last rounds, a quarter of the run each and at most five; a single one is both."""
-    size = max(1, min(5, len(run.rounds) // 4))
-    return run.rounds[:size], run.rounds[-size:]
-
-
-def what_was_learned(run: RunState) -> list[str]:
-    """A paragraph of sentences."""
-    if not run.rounds:
-        return ["The run has no complete round: its policy is the one that it was taught."]
-    first, last = ends_of(run)
-    begin, end = _span(first), _span(last)
-    sentences = [f"No seed was committed in {end}."]
-    if commits := [commit for entry in last for commit in run.commits.get(entry.number, [])]:
-        (slot, blueprint), count = Counter((commit.slot, commit.blueprint) for commit in commits).most_common(1)[0]
-        own = [commit for commit in commits if (commit.slot, commit.blueprint) == (slot, blueprint)]
-        born = statistics.median(commit.germinated for commit in own)
-        committed = statistics.median(commit.committed for commit in own)
-        sentences = [
-            f"In {end} the seed committed most was {blueprint} in slot {slot} ({count} of {len(commits)} commits,"
-            f" {100 * count / len(commits):.0f} %): germinated at step {born:g} and committed at step {committed:g}"
-            f" in the median, of {run.steps} steps."
-        ]
-    before, after = _mean(first, "objective"), _mean(last, "objective")
-    if len(run.rounds) == 1:
-        sentences.append(f"The objective of the one round so far is {after:+.2f} points.")
+    `host`: its number, or best (the default), median or worst of the round. A Grower has one model and no rounds."""
+    run_path, out = Path(run_path), Path(out)
+    if is_of_grower(read_header(run_path)):
+        if host is not None or round is not None:
+            raise BadValueError(f"{run_path} is the folder of a Grower: it has one model; omit host and round")
+        film = film_of_growth(read_growth(run_path))
     else:
-        sentences.append(f"The objective went from {before:+.2f} points in {begin} to {after:+.2f} in {end}.")
-    added, old_added = (_mean(rounds, "added_parameters") for rounds in (last, first))
-    share, old_share = (100 * _mean(rounds, "committed") for rounds in (last, first))
-    compared = f" ({old_added:.0f} and {old_share:.0f} % in {begin})." if len(run.rounds) > 1 else "."
-    sentences.append(
-        f"A host of {end} ended with {added:.0f} added parameters in the mean, and {share:.0f} % of hosts kept at least"
-        f" one seed{compared}"
-    )
-    return sentences
-
-
-def _mean(rounds: list[Round], column: str) -> float:
-    return statistics.fmean(entry.columns[column] for entry in rounds)
-
-
-def _span(rounds: list[Round]) -> str:
-    first, last = rounds[0].number, rounds[-1].number
-    return f"round {first}" if first == last else f"rounds {first} to {last}"
-
-
-def _rank_name(rank: int, hosts: int) -> str:
-    if hosts == 1:
-        return "the only one"
-    for name, share in STANDINGS.items():
-        if rank == rank_at(share, hosts) and (name != "median" or hosts > 2):
-            return f"the {name} of {hosts}"
-    return f"number {rank + 1} of {hosts}"
-
-
-def _life(run: RunState, rank: int, episode: Episode) -> str:
-    """One host in a sentence or two: the caption of its timeline."""
-    changes = [change for change in run.changes if change.env == episode.env]
-    kinds = Counter(MARKS[mark.target][0] for mark in marks_of(changes))
-    counted = (f"{kinds[noun] or 'no'} {noun}{'' if kinds[noun] == 1 else 's'}" for noun in ("birth", "commit", "cut"))
-    parts = [
-        f"Host {episode.env}, {_rank_name(rank, len(run.episodes[run.shown]))} by objective"
-        f" ({episode.objective:+.2f}): {', '.join(counted)};"
-        f" hardened it reached {episode.accuracy:.1f} %, {episode.gain:+.1f} points against its control, with"
-        f" {episode.added_parameters:.0f} added parameters."
-    ]
-    parts += [
-        f" After step {panic.step} the governor took it back ({', '.join(panic.symptoms) or 'no symptom recorded'})."
-        for panic in run.panics
-        if panic.env == episode.env
-    ]
-    return "".join(parts)
+        run = read_run(run_path, round)
+        env = host if isinstance(host, int) else episode_at(run.episodes[run.shown], host or "best").env
+        film = film_of_host(run, env)
+    save_film(film, out, step)
+    return out

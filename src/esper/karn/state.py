@@ -7,12 +7,13 @@ skipped. Stage changes and curves are stored for one round only, so a long run n
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
 
 from esper.karn.fields import Fields, checked_lines, is_number, read_object
+from esper.karn.front_cache import Front
 from esper.karn.histories import HostHistory, LiveRound, by_env, history_of
 from esper.karn.lines import (
     Alarm,
@@ -155,6 +156,30 @@ class RunState:
         self.episodes.pop(self.shown, None)
         self._commits.pop(self.shown, None)
         self.changes, self.panics, self.followed, self._drawn = [], [], {}, None
+
+    def front(self, end: int, lines: int, places: Mapping[int, tuple[int, int]]) -> Front:
+        """What is known of the rounds with these places, to be stored."""
+        return Front(
+            end,
+            lines,
+            {number: self.episodes[number] for number in places if number in self.episodes},
+            {
+                number: [(env, commit) for (env, _), commit in self._commits[number].items()]
+                for number in places
+                if self._commits.get(number)
+            },
+            [alarm for alarm in self.alarms if alarm.round in places],
+            places,
+        )
+
+    def add_front(self, front: Front) -> None:
+        """Add what was stored of earlier rounds."""
+        for number, episodes in front.episodes.items():
+            self.episodes.setdefault(number, list(episodes))
+        for number, commits in front.commits.items():
+            self._commits[number] |= {(env, commit.slot): commit for env, commit in commits}
+        self.alarms = [*front.alarms, *self.alarms]
+        self._drawn = None
 
     def begin_live(self, number: int) -> None:
         """A round begins to be played."""

@@ -82,6 +82,13 @@ def rank_at(share: float, hosts: int) -> int:
     return int(share * (hosts - 1) + 0.5)
 
 
+def episode_at(episodes: Sequence[Episode], host: Standing) -> Episode:
+    """The best, median or worst by objective."""
+    if host not in STANDINGS:
+        raise UnknownNameError("host", host, STANDINGS)
+    return ranking(episodes)[rank_at(STANDINGS[host], len(episodes))]
+
+
 def draw_host(run: RunState, episode: Episode, *, title: str = "", with_legend: bool = False) -> "Figure":
     """Accuracy above, one lane per slot below."""
     changes = [change for change in run.changes if change.env == episode.env]
@@ -162,10 +169,7 @@ def _draw_legend(figure: "Figure", *, alphas: bool, panics: bool) -> None:
 
 def draw_growth(run_path: Path, out_png: Path, *, host: Standing = "median", round: int | None = None) -> None:
     """One timeline as a PNG of 1200 pixels: the best, median or worst host of a round (default: of the last)."""
-    if host not in STANDINGS:
-        raise UnknownNameError("host", host, STANDINGS)
     run = read_run(Path(run_path), round)
-    ranked = ranking(run.episodes[run.shown])
-    episode = ranked[rank_at(STANDINGS[host], len(ranked))]
-    title = f"{run.config['task']}, round {run.shown}: the {host} of {len(ranked)} hosts"
+    episode = episode_at(run.episodes[run.shown], host)
+    title = f"{run.config['task']}, round {run.shown}: the {host} of {len(run.episodes[run.shown])} hosts"
     replace_file(Path(out_png), to_png(draw_host(run, episode, title=title, with_legend=True), 1200))

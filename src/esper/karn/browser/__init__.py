@@ -1,0 +1,1 @@
+"""`esper serve`: the runs of a folder in the browser, live."""
