@@ -3,11 +3,11 @@
 import hashlib
 import json
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 
 from esper.leyline import BadValueError
 from esper.leyline.records import encode
+from esper.simic.distributed.world import source_digest
 from esper.simic.evaluation.policies import Contender
 from esper.simic.evaluation.results import Fossil, Result
 from esper.storage.files import replace_file
@@ -60,13 +60,6 @@ def contender_key(one: Contender) -> str:
         "files": [_digest(path.read_bytes()) for path in one.spec.files(task)],
     }
     return _digest(json.dumps(identity, sort_keys=True).encode())
-
-
-@cache
-def source_digest() -> str:
-    """Digest of the whole package's code."""
-    sources = sorted(Path(__file__).parents[2].rglob("*.py"))
-    return _digest(b"".join(source.read_bytes() for source in sources))
 
 
 def _digest(content: bytes) -> str:
