@@ -11,11 +11,14 @@ from rich.console import Console
 
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
+from esper.simic.distributed import World, open_world
 from esper.simic.rewards.config import Family
 from esper.simic.teaching import check_episodes, teach
 from esper.simic.training.config import TrainConfig, read_settings, taught_config
+from esper.simic.training.follower import Follower
 from esper.simic.training.run_folder import read_config
 from esper.simic.training.trainer import Trainer
+from esper.simic.tuning.dealt import serve_trials
 from esper.storage.series import KEEP
 
 DEFAULT, OUT = TrainConfig(), Path("runs/train")
@@ -94,6 +97,8 @@ class TrainCommand:
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
     keep_checkpoints: Annotated[int | None, flag(int, KEEP)] = None
     """Number of newest checkpoints to keep."""
+    hosts_by_rank: Annotated[str | None, flag(str)] = None
+    """Under torchrun: hosts of every rank, controls included, separated by commas (default: divided evenly)."""
     profile: Annotated[Path | None, flag(Path)] = None
     """Folder for a trace of every operator of one round, the second from now (chrome://tracing, Perfetto)."""
     record: Annotated[Path | None, flag(Path)] = None
@@ -103,7 +108,14 @@ class TrainCommand:
     reward: RewardFlags = field(default_factory=RewardFlags)
 
     def run(self, console: Console) -> None:
-        """Train with a progress bar. Ctrl-C ends after the last complete round."""
+        """Train with a progress bar, on all ranks of torchrun. Ctrl-C ends after the last complete round."""
+        with open_world() as world:
+            trained = self._lead(world, console) if world.rank == 0 else self._follow(world)
+            if trained.round < trained.config.rounds:  # so that a script does not take it for complete
+                raise SystemExit(128 + signal.SIGINT)
+
+    def _lead(self, world: World, console: Console) -> Trainer:
+        """Train, write and show."""
         keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
         config = self.settings() if self.resume is None else self._resumed(self.resume)
         folder, resume = self.resume or self.out or OUT, self.resume is not None
@@ -111,14 +123,39 @@ class TrainCommand:
         begin = None
         if config.teach.episodes:
             check_episodes(config)  # before the folder is made
-            begin = partial(teach, config, workers=self.workers or 1)
+            begin = partial(teach, config, workers=self.workers or 1, world=world)
         trainer = Trainer(
-            config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, begin=begin, **folders
+            config,
+            folder,
+            resume=resume,
+            keep_checkpoints=keep,
+            sinks=self.sinks,
+            begin=begin,
+            world=world,
+            hosts_by_rank=self._shares(),
+            **folders,
         )
         trainer.run()
         console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
-        if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
-            raise SystemExit(128 + signal.SIGINT)
+        return trainer
+
+    def _follow(self, world: World) -> Follower:
+        """Collect for rank 0."""
+        config = self.settings() if self.resume is None else None
+        follower = Follower(world, config, hosts_by_rank=self._shares(), data_dir=self.data_dir)
+        own = follower.config
+        follower.run(partial(serve_trials, device=own.device, data_dir=own.data_dir))
+        return follower
+
+    def _shares(self) -> tuple[int, ...] | None:
+        if self.hosts_by_rank is None:
+            return None
+        try:
+            return tuple(int(count) for count in self.hosts_by_rank.split(","))
+        except ValueError:
+            raise BadValueError(
+                f"--hosts-by-rank {self.hosts_by_rank!r}: give whole numbers separated by commas, such as 24,8"
+            ) from None
 
     def settings(self) -> TrainConfig:
         """The defaults, changed by the file, then by the flags."""
@@ -132,7 +169,8 @@ class TrainCommand:
 
     def _resumed(self, folder: Path) -> TrainConfig:
         """The settings of a run to resume; only its data folder may differ."""
-        names = _given(self).keys() - {"resume", "data_dir", "profile", "record", "workers", "sinks", "ppo", "reward"}
+        free = {"resume", "data_dir", "hosts_by_rank", "profile", "record", "workers", "sinks", "ppo", "reward"}
+        names = _given(self).keys() - free
         names |= {f"{group}.{name}" for group in ("ppo", "reward") for name in _given(getattr(self, group))}
         if names:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))

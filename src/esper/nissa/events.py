@@ -197,16 +197,8 @@ class RankStraggled:
     why: str
 
 
-Event = (
-    HostEvent
-    | EpisodeEnded
-    | AlarmRaised
-    | RoundExamined
-    | RoundMeasured
-    | RunBegun
-    | RunEnded
-    | CompileFailed
-    | RankStraggled
+Event = (HostEvent | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured) | (
+    RunBegun | RunEnded | CompileFailed | RankStraggled
 )
 
 

@@ -27,7 +27,8 @@ from esper.leyline import BadValueError, LifecycleOp, head_preset
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.agent import PPOAgent
-from esper.simic.evaluation.workers import run_with
+from esper.simic.distributed import World
+from esper.simic.evaluation.dealing import run_dealt
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.offline.critic import fit_critic
 from esper.simic.offline.imitation import ImitationConfig, accuracy, evaluate_steps, fit_actor, set_statistics
@@ -37,6 +38,7 @@ from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.training.config import TeachConfig, TrainConfig
 from esper.simic.training.policy_files import copy_knowledge
 from esper.simic.tuning import Search, Trials
+from esper.simic.tuning.dealt import try_on_ranks
 from esper.storage.files import replace_file
 from esper.tamiyo.policies import Plan
 from esper.tolaria import Task, get_task
@@ -249,15 +251,24 @@ def imitate_plans(
     return student
 
 
-def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 1, progress: bool = True) -> None:
+def teach(
+    config: TrainConfig,
+    agent: PPOAgent,
+    folder: Path,
+    *,
+    workers: int = 1,
+    progress: bool = True,
+    world: World | None = None,
+) -> None:
     """Search plans, write their records to the run's folder, and make the agent imitate the best ones.
 
-    The agent gets the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU,
-    where the records are.
+    In a world of several ranks the others call `serve_trials` for the search, and rank 0 imitates alone. The agent gets
+    the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU, where the
+    records are.
     """
     teaching, settings = folder / FOLDER, config.teach
     shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
-    search_all(config, teaching / RECORDS, workers, progress=progress)
+    search_all(config, teaching / RECORDS, workers, progress=progress, world=world)
     lessons = read_lessons(config, agent, teaching / RECORDS)
     total = settings.epochs * (len(settings.betas) * len(settings.pooling) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
@@ -284,12 +295,18 @@ def teach_critic(agent: PPOAgent, weighted: Transitions, lessons: Lessons, confi
     fit_critic(agent, lessons.data.part(drawn), lessons.tasks[drawn], config.reward.gamma, generator)
 
 
-def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:
+def search_all(
+    config: TrainConfig, records: Path, workers: int, *, progress: bool = True, world: World | None = None
+) -> None:
     """Search plans for every task of a run with equal shares of the episodes, and record all of them."""
     check_episodes(config)
-    total, preset = config.teach.episodes, head_preset(config.preset).name
-    with progress_bar("searching plans", total, shown=progress) as advance, run_with(workers) as run_all:
+    world, total, preset = world or World(), config.teach.episodes, head_preset(config.preset).name
+    with (
+        progress_bar("searching plans", total, shown=progress) as advance,
+        run_dealt(world, workers, records) as (run_all, _),
+    ):
         for name in config.tasks:
-            trials = Trials(name, "schedule", preset, config.seed, config.device, config.data_dir, records / name)
-            evaluate = partial(trials, run_all, workers, advance)
+            device, data_dir = world.device(config.device), config.data_dir
+            trials = Trials(name, "schedule", preset, config.seed, device, data_dir, records / name)
+            evaluate = partial(try_on_ranks, world, trials, run_all, workers, advance)
             search_plans(Search(evaluate, total // len(config.tasks), config.seed), get_task(name))

@@ -96,6 +96,21 @@ class World:
             self.exchanged += buffer.numel()
             return message if message is not None else Message.from_bytes(buffer.numpy().tobytes())
 
+    def share_all(self, messages: list[Message]) -> list[Message]:
+        """The messages that rank 0 gathered, on all ranks; the others pass none."""
+        if self.size == 1:
+            return messages
+        if self.rank == 0:
+            tensors = {f"{rank}.{name}": value for rank, each in enumerate(messages) for name, value in each[0].items()}
+            self.share(Message(tensors, {"all": [message.content for message in messages]}))
+            return messages
+        whole = self.share()
+        parts = [Message({}, content) for content in whole.content["all"]]
+        for name, value in whole.tensors.items():
+            rank, _, rest = name.partition(".")
+            parts[int(rank)] = Message({**parts[int(rank)].tensors, rest: value}, parts[int(rank)].content)
+        return parts
+
     def agree(self, content: dict[str, Json], failure: EsperError | None = None) -> None:
         """Raise unless all ranks got here without a failure and with the same content. Rank 0 says what is wrong."""
         if self.rank:
@@ -200,17 +215,16 @@ def open_world() -> Iterator[World]:
         most = max((message.content["restarts"] for message in counts), default=0)
         world.restarts = world.share(None if world.rank else Message({}, {"restarts": most})).content["restarts"]
         yield world
-    except RankLostError:
-        if world.rank == 0:
-            raise
-        _end(FAILED)
+        dist.destroy_process_group()
+    except SystemExit:
+        dist.destroy_process_group()
+        raise
     except EsperError as error:
         if world.rank == 0:
             raise
-        _report(world, error)
+        if not isinstance(error, RankLostError):
+            _report(world, error)
         _end(FAILED)
-    else:
-        dist.destroy_process_group()
 
 
 def _world_of(environment: Mapping[str, str]) -> World:
@@ -249,3 +263,8 @@ def source_digest() -> str:
     """Digest of the whole package's code."""
     sources = sorted(Path(__file__).parents[2].rglob("*.py"))
     return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:32]
+
+
+def this_code() -> dict[str, Json]:
+    """What runs here; it must be equal on all ranks."""
+    return {"code": source_digest(), "torch": torch.__version__}

@@ -9,7 +9,7 @@ from esper.leyline import BadValueError
 from esper.leyline.records import encode
 from esper.simic.distributed.world import source_digest
 from esper.simic.evaluation.policies import Contender
-from esper.simic.evaluation.results import Fossil, Result
+from esper.simic.evaluation.results import Result
 from esper.storage.files import replace_file
 from esper.storage.stored import Machine
 from esper.tolaria import get_task
@@ -34,9 +34,7 @@ class ResultCache:
         results: dict[int, Result] = {}
         for path in sorted(self.folder.glob(f"{key}-*.json")):
             try:
-                values = json.loads(path.read_text())
-                fossils = [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]
-                result = Result(**{**values, "fossils": fossils})
+                result = Result.from_json(json.loads(path.read_text()))
             except (ValueError, TypeError, KeyError) as error:
                 raise BadValueError(f"{path} is not a stored result ({error}); remove it to run it again") from None
             results.update(enumerate(result.by_host(), int(path.stem.split("-")[1])))

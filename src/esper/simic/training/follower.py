@@ -6,6 +6,7 @@ try, if the controller is taught; then, before the first round and after every u
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
@@ -14,13 +15,13 @@ from esper.leyline.records import Json, decode, encode
 from esper.simic.agent import PPOAgent
 from esper.simic.agent.checkpoint import SavedAgent, agent_tensors, make_agent, plain_agent, restore_agent
 from esper.simic.distributed import Message, World
-from esper.simic.distributed.world import source_digest
+from esper.simic.distributed.world import this_code
 from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig, decode_config
 from esper.simic.training.run_folder import data_of
 from esper.simic.training.runners import divide_groups, make_runner
 
-Serve = Callable[[World, Message], None]  # tries plans of a search together with rank 0
+Serve = Callable[[World, Message], Message]  # tries plans together with rank 0 until a message is about another thing
 
 
 def settings_message(config: TrainConfig) -> Message:
@@ -33,9 +34,8 @@ def agreed_content(config: TrainConfig, hosts_by_rank: Sequence[int] | None) -> 
     return {
         "settings": settings_message(config).content["config"],
         "hosts_by_rank": None if hosts_by_rank is None else list(hosts_by_rank),
-        "code": source_digest(),
-        "torch": torch.__version__,
         "data": dict(zip(config.tasks, data_of(config), strict=True)),
+        **this_code(),
     }
 
 
@@ -51,11 +51,16 @@ class Follower:
     `agent` and `collector` exist once rank 0 has told the state."""
 
     def __init__(
-        self, world: World, config: TrainConfig | None = None, *, hosts_by_rank: Sequence[int] | None = None
+        self,
+        world: World,
+        config: TrainConfig | None = None,
+        *,
+        hosts_by_rank: Sequence[int] | None = None,
+        data_dir: Path | None = None,
     ) -> None:
-        """`config`: the settings that this rank was started with; by default those of rank 0, which resumes a run."""
+        """`config`: the settings that this rank was started with; by default those of rank 0, with this `data_dir`."""
         told = decode_config(world.share().content["config"], "settings")
-        self.world, self.config, self.round = world, config or told, 0
+        self.world, self.config, self.round = world, config or replace(told, data_dir=data_dir), 0
         torch.set_num_threads(self.config.threads)
         try:
             self.shares = divide_groups(self.config, world, hosts_by_rank)
@@ -72,9 +77,9 @@ class Follower:
 
     def run(self, serve: Serve | None = None) -> None:
         """Collect until rank 0 has no further round. `serve` helps with the search of a controller that is taught."""
-        while "trials" in (message := self.world.share()).content:
-            assert serve is not None, "rank 0 teaches, but this rank was started without"
-            serve(self.world, message)
+        message = self.world.share()
+        if serve is not None:
+            message = serve(self.world, message)
         with self.world.stops_deferred():
             while not self._follow(message):
                 config, collector = self.config, self.collector

@@ -5,7 +5,7 @@ That order is task by task, within a task rank by rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,8 +82,9 @@ def from_message(
             (step, SeedChange(env, decode(StageChange, change, "change"), blueprint))
             for step, env, change, blueprint in plain["changes"]
         ]
+        own_tensors: dict[str, Any] = {name: tensors[name] for name in (*BY_ENV, *BY_STEP, "suspect_counts")}
         record = like._replace(
-            **{name: tensors[name] for name in (*BY_ENV, *BY_STEP, "suspect_counts")},
+            **own_tensors,
             parts=_named(tensors, "parts."),
             suspects=decode(tuple[Finding, ...], plain["suspects"], "suspects"),
             changes=changes,
@@ -125,16 +126,18 @@ def join_records(parts: Sequence[RoundRecord], first_env: int) -> RoundRecord:
         (step, change._replace(env=first + change.env)) for first, part in everyone for step, change in part.changes
     ]
     symptoms = [(step, first + env, why) for first, part in everyone for step, env, why in part.symptoms]
-    hidden = [part.hidden for part in parts if part.hidden is not None]
+    states = [part.hidden for part in parts if part.hidden is not None]
+    hidden = (torch.cat([state[0] for state in states]), torch.cat([state[1] for state in states])) if states else None
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in BY_ENV}
+    joined |= {name: torch.cat([getattr(part, name) for part in parts], 1) for name in BY_STEP}
     episodes = [part.episodes for part in parts if part.episodes is not None]
     return parts[0]._replace(
-        **{name: torch.cat([getattr(part, name) for part in parts]) for name in BY_ENV},
-        **{name: torch.cat([getattr(part, name) for part in parts], 1) for name in BY_STEP},
+        **joined,
         first_env=first_env,
         parts={name: torch.cat([part.parts[name] for part in parts], 1) for name in parts[0].parts},
         suspect_counts=torch.stack([part.suspect_counts for part in parts]).sum(0),
         suspects=tuple(sorted(suspects, key=lambda each: (each.step, each.env, each.slot))),
-        lstm=compute_lstm_health(tuple(map(torch.cat, zip(*hidden, strict=True)))) if hidden else None,
+        lstm=compute_lstm_health(hidden),
         changes=sorted(changes, key=lambda each: (each[0], each[1].env)),
         symptoms=sorted(symptoms, key=lambda each: each[:2]),
         episodes=_join_episodes(episodes) if episodes else None,
