@@ -17,10 +17,11 @@ from esper.leyline import BLEND_STYLES, UnknownNameError, head_preset
 from esper.simic.agent import PPOAgent, losses
 from esper.simic.agent.losses import compute_per_head_advantages
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.collect import RoundCollector, RoundRecord
+from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups
+from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import RunFolder, read_config
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.features import SENSED, growth_layout
