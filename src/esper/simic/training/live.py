@@ -95,7 +95,7 @@ class StepWatch:
             actions=action_rows(chosen, self.runner.table, slots, first),
             probabilities=[round(chance, 4) for chance in chances],
             choices=[host.choices[-1] for host in self.followed],
-            changes=[_change_row(first, *change) for change in result.changes],
+            changes=[_change_row(first, *change) for change in sorted(result.changes, key=lambda change: change.env)],
             panics=[(first + env, list(symptoms)) for env, symptoms in result.symptoms.items()],
         )
 
