@@ -65,7 +65,7 @@ def draw(axis: Axes, content: Content) -> None:
         properties = {"arrowstyle": "-|>", "color": BLUE, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 2, "alpha": 0.8}
         axis.annotate("", xy=end, xytext=begin, arrowprops=properties)
         axis.scatter(*end, s=14, color=BLUE, label="grown" if number == 0 else None)
-    hollow = {"facecolors": "none", "edgecolors": VERMILION, "linewidths": 1.2}
+    hollow: dict[str, Any] = {"facecolors": "none", "edgecolors": VERMILION, "linewidths": 1.2}
     axis.scatter(*_columns(retrained(sizes)), s=34, label="grown, then retrained", **hollow)
     if content["task"].startswith("cifar"):
         axis.scatter(*_columns(SECNN), s=26, marker="D", color=MUTED, label="SECNN (original CIFAR-10)")

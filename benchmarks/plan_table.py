@@ -213,7 +213,7 @@ def mixes(kinds: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]
                 yield " ".join(blocks), chosen
 
 
-def report_setting(arguments: argparse.Namespace, setting: Setting) -> dict[str, Json]:
+def report_setting(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:  # Any: JSON
     """Play one setting; print its tables; return its figures."""
     table = Table(arguments, setting)
     singles = [plan for plan in extensions(Plan(), table.task) if plan.seeds[0].germinate_at == 0]
@@ -224,7 +224,7 @@ def report_setting(arguments: argparse.Namespace, setting: Setting) -> dict[str,
     by_kind = dict(zip(table.seeds, figures.split(arguments.hosts, 1), strict=True))
     for kind, own in list(by_kind.items())[: arguments.show_kinds]:
         report_kind(f"{setting}; hosts of kind {kind}", plans, own, arguments.show)
-    content: dict[str, Json] = {
+    content: dict[str, Any] = {
         **setting._asdict(),
         "batches_per_step": table.task.batches_per_step,
         "images_per_second": max(table.speeds, default=None),

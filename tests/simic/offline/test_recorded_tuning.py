@@ -66,6 +66,22 @@ def test_hosts_with_plans_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
         assert int(column.isfinite().sum()) == 2
 
 
+def test_what_is_recorded_is_not_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process reads the same objectives, to the bit, and plays the blocks alone whose episodes are missing."""
+    monkeypatch.setitem(AT_ONCE, "cpu", 8)
+    plans, hosts = some_plans(3), [4, 5, 9]
+    trials = replace(Trials(NAME, "schedule", "core", 1), record=tmp_path)
+    objectives = trials(run_here, 1, ignore, [plans] * 3, hosts)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(files) == 2, "two hosts with their controls fit into a fleet of eight"
+    missing = min(files)
+    missing.unlink()
+    assert trials(run_here, 1, ignore, [plans] * 3, hosts) == objectives
+    assert {path for path in tmp_path.iterdir() if path.stat().st_mtime_ns != files[path]} == {missing}
+    monkeypatch.setattr("esper.simic.evaluation.arena.play_episode", lambda *_: pytest.fail("it is recorded"))
+    assert trials(run_here, 1, ignore, [plans] * 3, hosts) == objectives
+
+
 @pytest.mark.slow
 def test_the_table_of_a_search(tmp_path: Path) -> None:
     """Means of its rows are those of the log; recording changed nothing of the search."""

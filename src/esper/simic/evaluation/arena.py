@@ -207,10 +207,11 @@ class Arena:
         policy = make_policy(runner, fill([fill(lineup, members) for lineup in lineups], groups.count))
         tape = None if store is None else EpisodeTape(runner)
         player = PolicyPlayer(runner, policy, fill(seeds, groups.count), tape=tape)
-        values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
+        values: Tensor = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
         if store is not None and tape is not None:
             store.write(lineups, seeds, tape, members)
-        return values.unflatten(0, (groups.count, members))[: len(seeds), : len(lineups[0])]
+        by_group: Tensor = values.unflatten(0, (groups.count, members))
+        return by_group[: len(seeds), : len(lineups[0])]
 
 
 class BlockStore(Protocol):

@@ -166,8 +166,9 @@ def _carry_out(shared: SharedFleet, calls: Mapping[Learner, Call]) -> None:
 
 def _make(requests: Mapping[Learner, NewFleet]) -> None:
     sizes, first = [request.hosts for request in requests.values()], next(iter(requests.values()))
-    settings = {"batches": first.batches, "data_dir": first.data_dir, "isolation": first.isolation}
-    shared = SharedFleet(growth_fleet(first.task, sum(sizes), first.device, **settings), sizes)
+    task, hosts, device, isolation, batches, data_dir = first._replace(hosts=sum(sizes))
+    fleet = growth_fleet(task, hosts, device, batches=batches, data_dir=data_dir, isolation=isolation)
+    shared = SharedFleet(fleet, sizes)
     for learner, envs in zip(requests, shared.ranges, strict=True):
         _go(learner, FleetShare(shared, envs, learner.ask))
 

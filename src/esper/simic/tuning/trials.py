@@ -105,8 +105,9 @@ class SearchStore:
             for file in files:
                 file.unlink()  # of a process that was killed between two files
             return None
-        columns = (episodes.final_gain, episodes.fossil_parameters[:, -1], episodes.host_parameters)
-        return objective(*(column.double() for column in columns)).view(len(seeds), width)
+        return _objective(episodes.final_gain, episodes.fossil_parameters[:, -1], episodes.host_parameters).view(
+            -1, width
+        )
 
     def write(self, lineups: Lineups[Any], seeds: Sequence[int], tape: EpisodeTape, members: int) -> None:
         """Record a block, without what was filled up."""
@@ -125,9 +126,12 @@ class SearchStore:
 
 
 def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:
-    # In single precision as far as records are, so that a record tells the same to the bit.
-    columns = (result.hardened_gain, result.fossil_parameters, runner.host_sizes)
-    return objective(*(column.double() for column in columns))
+    return _objective(result.hardened_gain, result.fossil_parameters, runner.host_sizes)
+
+
+def _objective(gain: Tensor, added: Tensor, host: Tensor) -> Tensor:
+    # From the numbers that records hold, so that a record tells the same to the bit.
+    return objective(gain.double(), added.double(), host.double())
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:
