@@ -162,7 +162,7 @@ class WatchApp(App[None]):
         if number is not None and self.watched.number != number:
             self.notify(f"round {number} is not complete, or its events are still being read", markup=False)
         self.set_interval(FRAME_S, self.frame)
-        self.call_after_refresh(self.action_screen, self.shown)
+        self.action_screen(self.shown)
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 
