@@ -84,7 +84,8 @@ class WatchApp(App[None]):
     .tab {{ width: auto; height: 1; color: {COLOURS["muted"]}; }}
     .tab.on {{ color: #14181d; background: {COLOURS["sky"]}; text-style: bold; }}
     ContentSwitcher {{ height: 1fr; }}
-    Lines, Fleet {{ height: 1fr; scrollbar-size-vertical: 1; background: #14181d; }}
+    Lines, Fleet {{ height: 1fr; overflow-x: hidden; background: #14181d; scrollbar-size-vertical: 1;
+        scrollbar-color: {COLOURS["muted"]}; scrollbar-background: #1d232a; }}
     HelpScreen {{ align: center middle; }}
     #help {{ width: 78; height: auto; max-height: 100%; padding: 0 1; background: #1d232a; }}
     #caption {{ height: auto; }}
