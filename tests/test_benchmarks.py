@@ -35,6 +35,7 @@ LIBRARIES = {
     "own_model_cases.py",
     "ppo_envs.py",
     "random_growth.py",
+    "watched_folder.py",
 }
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES)
 

@@ -103,6 +103,23 @@ def provide(words: list[str]) -> None:
         shutil.rmtree("runs/train", ignore_errors=True)
 
 
+class Glance:
+    """In place of the app that watches: it is begun without a terminal, and left."""
+
+    def show(self, runs: Sequence[Path], **options: Any) -> None:
+        """As that of the app."""
+        from textual.pilot import Pilot
+
+        from esper.karn.terminal.app import WatchApp
+        from esper.karn.terminal.moment import Watched
+
+        async def look(pilot: Pilot[None]) -> None:
+            for key in "12345q":
+                await pilot.press(key)
+
+        WatchApp([Watched.of(path) for path in runs], **options).run(headless=True, auto_pilot=look)
+
+
 @pytest.mark.usefixtures("short_episodes")
 @pytest.mark.parametrize(
     "page",
@@ -118,6 +135,8 @@ def test_commands_run(
 ) -> None:
     """From top to bottom in one empty folder. Where an extra is missing, its flag says how to install it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("esper.karn.terminal.opening.import_module", lambda name: Glance())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for words in commands_of(page):
         if words[0] != "esper":
             continue

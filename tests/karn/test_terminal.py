@@ -105,7 +105,7 @@ def test_replay(tmp_path: Path) -> None:
             if not app.watched.running:
                 break
         assert (app.watched.number, app.watched.trained, app.watched.running) == (1, 8, False)
-        await pilot.press("p")
+        await pilot.press(*["minus"] * 6, "p")
         assert (app.watched.number, app.watched.running) == (0, True)
 
     drive([complete_run(tmp_path)], steps, replay=True, speed=1.0)
@@ -272,6 +272,23 @@ def test_a_run_that_is_deleted_or_damaged_while_it_is_watched(tmp_path: Path) ->
     drive([run], steps)
 
 
+def test_no_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are letters, and everything is grey."""
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def steps(app: WatchApp, pilot: Look) -> None:
+        for key in "12345":
+            await pilot.press(key)
+            await pilot.pause()
+            for strip in app.screen._compositor.render_strips():
+                for segment in strip:
+                    for colour in (segment.style.color, segment.style.bgcolor) if segment.style else ():
+                        if colour is not None and colour.triplet is not None:
+                            assert len(set(colour.triplet)) == 1, (key, segment)
+
+    drive([complete_run(tmp_path)], steps)
+
+
 def test_sizes(tmp_path: Path) -> None:
     """Every screen on terminals that are tiny, or become it."""
 
@@ -304,9 +321,11 @@ def test_errors_are_one_line(
             main(["watch", str(tmp_path / name), *rest])
         told = capsys.readouterr().err
         assert stopped.value.code == 2 and message in told and told.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "textual", None)
-    monkeypatch.setattr("esper.karn.terminal.opening.find_spec", lambda name: None)
     write_run(tmp_path / "run")
+    with pytest.raises(SystemExit):
+        main(["watch", str(tmp_path / "run")])
+    assert "draws on a terminal" in capsys.readouterr().err
+    monkeypatch.setattr("esper.karn.terminal.opening.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["watch", str(tmp_path / "run")])
     assert "pip install 'esper-morph[watch]'" in capsys.readouterr().err
@@ -320,6 +339,7 @@ def test_the_command_runs_the_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         begun.append(app)
 
     monkeypatch.setattr(WatchApp, "run", run)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     (tmp_path / "runs").mkdir()
     main(["watch", str(write_run(tmp_path / "runs" / "a")), "--replay", "--speed", "8"])
     main(["watch", str(tmp_path / "runs")])

@@ -12,8 +12,8 @@ from esper.nissa.live import VERSION
 
 def step(number: int = 0, accuracy: float | None = 50.0) -> StepTaken:
     """A step of one host."""
-    curves = [accuracy], [40.0], [10.0], [0.5]
-    return StepTaken(1.0, 2, "digits", number, 8, 0, ["r1c0"], *curves, [], [], [0.5], [{}], [], [])
+    own: list[float | None] = [accuracy]
+    return StepTaken(1.0, 2, "digits", number, 8, 0, ["r1c0"], own, [40.0], [10.0], [0.5], [], [], [0.5], [{}], [], [])
 
 
 def lines_of(file: LiveFile) -> list[dict[str, object]]:

@@ -89,6 +89,10 @@ class HostHistory:
         index = trained - self.begins_after - 1
         return curve[index] if 0 <= index < len(curve) else None
 
+    def stages(self, trained: int) -> dict[str, SeedStage]:
+        """The stage of every slot that was ever used, after so many steps."""
+        return {change.slot: change.target for change in self.changes if change.at <= trained}
+
     def at(self, trained: int | None = None) -> dict[str, SeedNow]:
         """The slots that are not empty after so many steps (default: now)."""
         trained = self.trained if trained is None else trained
@@ -210,8 +214,8 @@ class LiveRound:
             if choices:
                 self.hosts[env].choices[step] = choices_of(choices)
         for env, slot, blueprint, source, target, cause in rows_of(line.get("changes", []), 6, line.where):
-            stages = (stage_named(str(name), line.where) for name in (source, target))
-            change = StageEvent(step, int(env), str(slot), optional_name(blueprint), *stages, str(cause))
+            before, after = (stage_named(str(name), line.where) for name in (source, target))
+            change = StageEvent(step, int(env), str(slot), optional_name(blueprint), before, after, str(cause))
             # A Grower's step is counted when it is trained; see `StageEvent.at`.
             moved = change._replace(step=step - (change.at - step) * ahead)
             self._host(env, own, line).changes.append(moved)

@@ -193,7 +193,7 @@ class RunState:
     def histories(self) -> list[HostHistory]:
         """The hosts of the shown round, in order."""
         if self._drawn is None:
-            changes, panics = (by_env(events) for events in (self.changes, self.panics))
+            changes, panics = by_env(self.changes), by_env(self.panics)
             self._drawn = [
                 history_of(episode, changes.get(episode.env, []), panics.get(episode.env, []), self.followed)
                 for episode in sorted(self.episodes.get(self.shown, []), key=lambda episode: episode.env)

@@ -84,7 +84,8 @@ class WatchApp(App[None]):
     .tab {{ width: auto; height: 1; color: {COLOURS["muted"]}; }}
     .tab.on {{ color: #14181d; background: {COLOURS["sky"]}; text-style: bold; }}
     ContentSwitcher {{ height: 1fr; }}
-    Lines, Fleet {{ height: 1fr; scrollbar-size-vertical: 1; background: #14181d; }}
+    Lines, Fleet {{ height: 1fr; overflow-x: hidden; background: #14181d; scrollbar-size-vertical: 1;
+        scrollbar-color: {COLOURS["muted"]}; scrollbar-background: #1d232a; }}
     HelpScreen {{ align: center middle; }}
     #help {{ width: 78; height: auto; max-height: 100%; padding: 0 1; background: #1d232a; }}
     #caption {{ height: auto; }}
@@ -162,7 +163,7 @@ class WatchApp(App[None]):
         if number is not None and self.watched.number != number:
             self.notify(f"round {number} is not complete, or its events are still being read", markup=False)
         self.set_interval(FRAME_S, self.frame)
-        self.call_after_refresh(self.action_screen, self.shown)
+        self.action_screen(self.shown)
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 

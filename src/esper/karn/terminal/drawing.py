@@ -15,6 +15,7 @@ Values = Sequence[float | None]
 BARS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
 COLOURS = {name: dark for name, (_, dark) in PALETTE.items()}
+STYLES = {name: Style.parse(colour) for name, colour in COLOURS.items()}
 LINES = ("blue", "muted", "orange", "purple", "olive", "sky")
 """Colours of the curves of one chart, the most important first"""
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))

@@ -46,16 +46,14 @@ def host_lines(watched: Watched, width: int, height: int) -> list[Text]:
 
 def _curve(host: HostHistory, trained: int, width: int, rows: int) -> list[Text]:
     gains = host.value(host.gains, trained)
-    parts = [f"host {host.env}", f"  {safe(host.task)}, step {trained} of {host.steps}"]
     has_accuracy = any(value is not None for value in host.accuracies)
     curve, what, form = (host.accuracies, "accuracy", ".1f") if has_accuracy else (host.losses, "loss", ".3g")
     control = host.control_accuracies if any(value is not None for value in host.control_accuracies) else []
-    title = styled(
-        (parts[0], "bold"), (parts[1], "muted"), f"  {what} {number(host.value(curve, trained), form)}",
-        *([f", control {number(host.value(control, trained), form)}, gain {number(gains)}"] if control else []),
-    )  # fmt: skip
+    title = styled((f"host {host.env}", "bold"), f"  {what} {number(host.value(curve, trained), form)}")
+    if control:
+        title.append(f", control {number(host.value(control, trained), form)}, gain {number(gains)}")
     if host.outcome is not None:
-        title.append(f", in the end objective {host.outcome.objective:+.2f}", COLOURS["green"])
+        title.append(f"; in the end, objective {host.outcome.objective:+.2f}", COLOURS["green"])
     own = _stretched(curve, host, width)
     key = styled((f"{'':8}⠒ host ", "blue"), ("╌ its control", "muted")) if control else None
     lines = [title, *chart([own, _stretched(control, host, width)] if control else [own], width, rows, form=form)]

@@ -1,5 +1,6 @@
 """Finding runs and showing them. Textual is imported when the app begins, so that help needs none of it."""
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,4 +35,6 @@ def watch(path: Path, *, replay: bool = False, speed: float = SPEED, round: int 
     runs = runs_in(path)
     if find_spec("textual") is None:
         raise MissingPackageError("esper watch", "textual", "esper-morph[watch]")
+    if not sys.stdout.isatty():
+        raise BadValueError("esper watch draws on a terminal, but its output goes elsewhere; use esper report instead")
     import_module(f"{__package__}.app").show(runs, replay=replay, speed=speed, round=round)

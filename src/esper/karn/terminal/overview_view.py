@@ -39,12 +39,10 @@ def _standing(watched: Watched, state: RunState, width: int) -> list[Text]:
     own = recent_objective(state)
     rounds = state.setting("rounds")
     per_hour = "–" if pace.episodes_per_hour is None else f"{pace.episodes_per_hour:,.0f}"
+    left = f", {duration(pace.seconds_left)} left" if pace.seconds_left else ""
+    counted = f"  {state.complete + 1} of {safe(rounds)} rounds complete, {per_hour} episodes per hour{left}"
     lines = [
-        styled(
-            (safe(condition_of(watched.follower)), "bold"),
-            f"  {state.complete + 1} of {safe(rounds)} rounds complete, {per_hour} episodes per hour, ",
-            f"{duration(pace.seconds_left)} left",
-        ),
+        styled((safe(condition_of(watched.follower)), "bold"), counted),
         Text(end=""),
         heading("Objective", "points: gain over the control minus rent"),
     ]
@@ -71,7 +69,7 @@ def _curves(state: RunState, width: int) -> list[Text]:
     wide = width >= 78
     own = (width - 2) // 2 if wide else width
     panels = [("objective", "points", True), ("gain", "points", True),
-              ("added_parameters", "per host", False), ("committed", "share", False)]  # fmt: skip
+              ("added_parameters", "per host", False), ("committed", "share", True)]  # fmt: skip
     blocks = []
     for name, unit, zero in panels:
         values = state.series(name)
@@ -133,7 +131,8 @@ def _growth_lines(watched: Watched, state: GrowthRun, width: int) -> list[Text]:
     lines = [
         styled(
             (safe(condition_of(watched.follower)), "bold"),
-            f"  step {state.complete} of {steps}, {duration(pace.seconds_left)} left",
+            f"  step {state.complete} of {steps}"
+            + (f", {duration(pace.seconds_left)} left" if pace.seconds_left else ""),
         ),
         styled(
             f"{safe(state.config.text('host'))}: {own:,} parameters, and {grown:,} of a budget of {budget:,} grown; "

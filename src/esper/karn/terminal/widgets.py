@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
@@ -13,10 +15,11 @@ from textual.strip import Strip
 from textual.widgets import Static
 
 from esper.karn.histories import HostHistory
-from esper.karn.terminal.drawing import legend, number, safe, sparkline, stage_cell, styled
+from esper.karn.terminal.drawing import STYLES, legend, number, safe, sparkline, stage_cell, styled
 from esper.leyline import SeedStage
 
 Draw = Callable[[int, int], list[Text]]
+REVERSED = Style(reverse=True)
 
 
 class Lines(ScrollView, can_focus=True):
@@ -69,7 +72,7 @@ class Fleet(ScrollView, can_focus=True):
         self.hosts: Sequence[HostHistory] = ()
         self.slots: Sequence[str] = ()
         self.trained = self.cursor = 0
-        self._cells: dict[int, Text] = {}
+        self._cells: dict[int, list[Segment]] = {}
 
     def show(self, hosts: Sequence[HostHistory], slots: Sequence[str], trained: int, env: int) -> None:
         """Draw these hosts after so many steps trained; `env` is the selected one."""
@@ -92,38 +95,32 @@ class Fleet(ScrollView, can_focus=True):
         self.virtual_size = Size(self.size.width, -(-len(self.hosts) // self.across))
 
     def render_line(self, y: int) -> Strip:
-        row, width = self.scroll_offset.y + y, self.size.width
-        line = Text(no_wrap=True, end="")
+        row, width, style = self.scroll_offset.y + y, self.size.width, self.rich_style
+        segments: list[Segment] = []
         for index in range(row * self.across, min(len(self.hosts), (row + 1) * self.across)):
             if index not in self._cells:
                 self._cells[index] = self._cell(self.hosts[index])
-            cell = self._cells[index]
-            if index == self.cursor:
-                cell = cell.copy()
-                cell.stylize("reverse", 0, self.LABEL - 1)
-            line.append_text(cell)
-        return (
-            Strip(line.render(self.app.console)).apply_style(self.rich_style).adjust_cell_length(width, self.rich_style)
-        )
+            label, *rest = self._cells[index]
+            segments += [Segment(label.text, REVERSED) if index == self.cursor else label, *rest]
+        return Strip(segments).apply_style(style).adjust_cell_length(width, style)
 
-    def _cell(self, host: HostHistory) -> Text:
-        seeds = host.at(self.trained)
-        cell = Text(f"{host.env:>{self.LABEL - 1}} ", no_wrap=True, end="")
-        for slot in self.slots:
-            seed = seeds.get(slot)
-            cell.append(*stage_cell(SeedStage.DORMANT if seed is None else seed.stage, 2))
+    def _cell(self, host: HostHistory) -> list[Segment]:
+        """One host. Made of segments, for a screen may show hundreds."""
+        stages = host.stages(self.trained)
         has_gain = any(value is not None for value in host.gains)
-        curve = host.gains if has_gain else host.accuracies if any(host.accuracies) else host.losses
-        accuracy = host.value(host.accuracies if any(host.accuracies) else host.losses, self.trained)
+        scores = host.accuracies if any(host.accuracies) else host.losses
+        curve = host.gains if has_gain else scores
         gain = host.value(host.gains, self.trained)
         colour = "muted" if gain is None or abs(gain) < 0.005 else "green" if gain > 0 else "vermilion"
-        past = [value for index, value in enumerate(curve) if host.begins_after + index < self.trained]
-        return cell.append_text(
-            styled(
-                f" {number(accuracy, '6.1f'):>6}", (f" {number(gain, '+.1f'):>6}  ", colour),
-                (sparkline(past, self.SPARK), "blue"), " " * self.GAP,
-            )
-        )  # fmt: skip
+        past = curve[: max(0, self.trained - host.begins_after)]
+        return [
+            Segment(f"{host.env:>{self.LABEL - 1}} "),
+            *(Segment(*stage_cell(stages.get(slot, SeedStage.DORMANT), 2)) for slot in self.slots),
+            Segment(f" {number(host.value(scores, self.trained), '6.1f'):>6}"),
+            Segment(f" {number(gain, '+.1f'):>6}  ", STYLES[colour]),
+            Segment(sparkline(past, self.SPARK), STYLES["blue"]),
+            Segment(" " * self.GAP),
+        ]
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
