@@ -10,14 +10,13 @@ load it. In all methods the last norm learns too.
 - `lora all`: of all linear layers.
 - `ours`: the Grower with its default policy.
 
-The rate, and the kind of updates, are chosen by the loss on validation text; sweeps are of equal size. Forgetting is the
-rise of the loss on WikiText-2. Runs are stored in `--keep` and skipped next time.
+Rates are chosen by the loss on validation text; every method tries as many. Forgetting is the rise of the loss on
+WikiText-2. Finished runs are stored in `--keep` and skipped next time.
 """
 
 import argparse
 import contextlib
 import io
-import json
 import math
 import os
 import time
@@ -29,13 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import RESULTS, Json, describe_machine, print_table, write_result
+from kept import Content, Kept, number
+from low_rank import add_updates
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.grower import Grower
-from esper.kasmina.blueprints import BlueprintRegistry
 from esper.kasmina.blueprints.adapters import RANKS
-from esper.leyline import BadValueError, DataError, MissingPackageError
+from esper.leyline import DataError, MissingPackageError
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BUDGETS = (70_000, 340_000, 1_350_000)
@@ -77,9 +77,9 @@ class Run:
     rate: float
 
     @property
-    def file(self) -> str:
-        """Name of its file."""
-        return f"{self.method}_{self.budget}_{self.rate:g}.json".replace(" ", "-")
+    def name(self) -> str:
+        """By which it is stored."""
+        return "/".join(str(value) for value in asdict(self).values())
 
 
 class Laboratory:
@@ -153,26 +153,14 @@ def mean_loss(model: nn.Module, data: Batches) -> float:
 
 def add_lora(model: nn.Module, ends: tuple[str, ...], budget: int) -> list[nn.Parameter]:
     """Low-rank updates of linear layers, of the largest rank that the budget allows; none if rank 1 is too large."""
-    layers = {
-        name: layer
+    layers = [
+        layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and name.endswith(ends) and name.startswith("model.layers")
-    }
-    each = sum(layer.in_features + layer.out_features for layer in layers.values())
+    ]
+    each = sum(layer.in_features + layer.out_features for layer in layers)
     rank = max((rank for rank in RANKS if rank * each <= budget), default=None)
-    added: list[nn.Parameter] = []
-    for index, layer in enumerate(layers.values() if rank is not None else ()):
-        seed = BlueprintRegistry.build(
-            "tokens", f"lora_linear_{rank}", layer.out_features, rng_seed=index, base=layer
-        ).to(layer.weight.device)
-        layer.register_forward_hook(partial(_add_update, seed))
-        added += seed.parameters()
-    return added
-
-
-def _add_update(seed: nn.Module, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-    updated: Tensor = output + seed(args[0])
-    return updated
+    return [] if rank is None else add_updates(layers, "tokens", f"lora_linear_{rank}")
 
 
 def train(
@@ -213,7 +201,6 @@ def run_one(run: Run, laboratory: Laboratory) -> dict[str, Json]:
         train(model, optimizer, texts, settings, lambda: None)
     return {
         **asdict(run),
-        "settings": asdict(settings),
         "added": added,
         "validation": mean_loss(model, texts.validation),
         "test_loss": mean_loss(model, texts.test),
@@ -235,23 +222,7 @@ def planned(rates: int) -> list[Run]:
     return runs
 
 
-def read(runs: list[Run], folder: Path, settings: Settings) -> dict[Run, dict[str, Json]]:
-    """Finished runs."""
-    contents = {run: json.loads((folder / run.file).read_text()) for run in runs if (folder / run.file).exists()}
-    for run, content in contents.items():
-        if content["settings"] != asdict(settings):
-            raise BadValueError(f"{folder / run.file} was made with other settings: {content['settings']}")
-    return contents
-
-
-def number(content: Mapping[str, Json], name: str) -> float:
-    """A number of a stored run."""
-    value = content[name]
-    assert isinstance(value, int | float)
-    return float(value)
-
-
-def summarise(runs: Mapping[Run, Mapping[str, Json]], before: Mapping[str, float]) -> dict[str, Json]:
+def summarise(runs: Mapping[Run, Content], before: Mapping[str, float]) -> dict[str, Json]:
     """Per budget and method: the run that validated best."""
     table: dict[str, Json] = {}
     rows: list[list[object]] = [["pretrained", "", 0, f"{before['test_loss']:.3f}", f"{before['other']:.3f}", ""]]
@@ -283,7 +254,7 @@ def main() -> None:
     parser.add_argument("--evaluated", type=int, default=32, help="windows of each text to evaluate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after this time")
-    parser.add_argument("--keep", type=Path, default=Path("runs/adapt_language"), help="folder of finished runs")
+    parser.add_argument("--keep", type=Path, default=Path("runs/adapt_language.jsonl"), help="file of finished runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -293,20 +264,16 @@ def main() -> None:
         for run in planned(arguments.rates)
         if run.method in arguments.methods and run.budget in (0, *arguments.budgets)
     ]
-    arguments.keep.mkdir(parents=True, exist_ok=True)
-    done = read(wanted, arguments.keep, settings)
+    kept = Kept(arguments.keep, asdict(settings))
     laboratory = Laboratory(arguments.model, arguments.data_dir, settings, arguments.device)
     model = laboratory.reset()
     before = {"test_loss": mean_loss(model, laboratory.texts.test), "other": mean_loss(model, laboratory.texts.other)}
-    for run in [run for run in wanted if run not in done]:
+    for run in [run for run in wanted if run.name not in kept.runs]:
         if time.monotonic() > deadline:
             break
-        content = run_one(run, laboratory)
-        draft = (arguments.keep / run.file).with_suffix(".draft")
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.rename(arguments.keep / run.file)
-        done[run] = content
-        print(f"{run.file}: {number(content, 'seconds'):.0f} s", flush=True)
+        kept.add(run.name, run_one(run, laboratory))
+        print(f"{run.name}: {number(kept.runs[run.name], 'seconds'):.0f} s", flush=True)
+    done = {run: kept.runs[run.name] for run in wanted if run.name in kept.runs}
     missing = len(wanted) - len(done)
     if missing:
         print(f"{missing} runs are missing: start the script again to continue")

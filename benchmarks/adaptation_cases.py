@@ -134,8 +134,8 @@ class Parts(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _test_images(folder: Path) -> tuple[Tensor, Tensor]:
-    """The test split, which the pretraining did not see."""
+def read_images(folder: Path) -> tuple[Tensor, Tensor]:
+    """The test split, which the pretraining did not see. Decoded images are cached on the disk."""
     data = load("cifar10", 5000, None, data_dir=folder)
     assert isinstance(data, ImageData)
     return data.test.images, data.test.labels
@@ -143,7 +143,7 @@ def _test_images(folder: Path) -> tuple[Tensor, Tensor]:
 
 def parts_of(name: str, seed: int, sizes: tuple[int, int, int], folder: Path, device: str) -> Parts:
     """Shifted images for training, validation and test, drawn from the test split without overlap."""
-    images, labels = _test_images(folder)
+    images, labels = read_images(folder)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     shift = SHIFTS[name]
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))

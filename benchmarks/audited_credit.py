@@ -12,6 +12,7 @@ by their number of seeds, so that telling good slots from bad ones does not coun
 seeds, one per host.
 
     python benchmarks/audited_credit.py --live 400 --workers 16
+    python benchmarks/audited_credit.py --task cifar_growth --live 400 --hosts 128 --device cuda --keep FOLDER
 """
 
 import argparse
@@ -20,18 +21,20 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
-from harness import RESULTS, Json, print_table, write_result
+from harness import RESULTS, Json, print_table, stored, write_result
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from esper.kasmina.compare import RowScore, paired_difference
 from esper.leyline import EsperError, SeedStage, derive_seed
-from esper.simic.training.hosts import host_seed
+from esper.leyline.records import checksum, encode
+from esper.simic.training.hosts import growth_fleet, host_seed
 from esper.tolaria import HostFleet, get_task
 from esper.tolaria.batches import Samples
 from esper.tolaria.passes import score_rows
@@ -84,6 +87,7 @@ class Job:
     rng_seed: int
     batches: int | None
     """Minibatches per step; None: as the task has it."""
+    device: str
     data_dir: Path | None
 
 
@@ -161,7 +165,7 @@ def audit(job: Job) -> list[Audit]:
         task = replace(task, batches_per_step=job.batches)
     hosts = range(job.number * job.hosts, (job.number + 1) * job.hosts)
     seeds = [host_seed("evaluation", job.rng_seed, host) for host in hosts]
-    fleet = HostFleet(task, job.hosts, seeds=seeds, data_dir=job.data_dir)
+    fleet = growth_fleet(task, job.hosts, job.device, seeds, data_dir=job.data_dir)
     halves, plans, moment = Halves(fleet), sow(fleet, dice), dice.randint(*AUDITED_AT)
     grow(fleet, plans, moment)
     chosen = choose(fleet, dice)
@@ -188,6 +192,12 @@ def audit(job: Job) -> list[Audit]:
             )
         )
     return found
+
+
+def audit_stored(keep: Path | None, job: Job) -> list[Audit]:
+    """The same, unless an earlier call has stored it."""
+    identity = checksum(encode(replace(job, data_dir=None)))[:20]
+    return [Audit(**each) for each in stored(keep, identity, lambda: [asdict(one) for one in audit(job)])]
 
 
 def choose(fleet: HostFleet, dice: random.Random) -> dict[int, str]:
@@ -282,19 +292,22 @@ def gather(arguments: argparse.Namespace) -> list[Audit]:
     """The first `live` audits, in the order of the fleets, whatever the number of workers."""
 
     def job(number: int) -> Job:
-        return Job(arguments.task, number, arguments.hosts, arguments.seeds, arguments.batches, arguments.data_dir)
+        settings = (arguments.seeds, arguments.batches, arguments.device, arguments.data_dir)
+        return Job(arguments.task, number, arguments.hosts, *settings)
 
     audits: list[Audit] = []
     numbers = count()
     if arguments.workers == 1:
         while len(audits) < arguments.live:
-            audits += audit(job(next(numbers)))
+            audits += audit_stored(arguments.keep, job(next(numbers)))
             print(f"{len(audits)} seeds audited", flush=True)
     else:
         context = torch.multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
             while len(audits) < arguments.live:
-                for found in pool.map(audit, [job(next(numbers)) for _ in range(arguments.workers)]):
+                for found in pool.map(
+                    partial(audit_stored, arguments.keep), [job(next(numbers)) for _ in range(arguments.workers)]
+                ):
                     audits += found
                 print(f"{len(audits)} seeds audited", flush=True)
     return audits[: arguments.live]
@@ -309,6 +322,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=0, help="the number that everything random follows from")
     parser.add_argument("--batches", type=int, default=None, help="fewer minibatches per step")
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--keep", type=Path, default=None, help="folder from which a stopped call continues")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()

@@ -26,9 +26,9 @@ from torch import Tensor
 from esper.karn.queries import ask
 from esper.nissa import AlarmRaised, as_line
 from esper.simic.agent import PPOUpdateMetrics
-from esper.simic.training.collect import RoundRecord
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.recorder import round_values, write_record
+from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import EVENTS, METRICS, RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import JsonLines

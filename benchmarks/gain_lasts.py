@@ -9,22 +9,25 @@ including shadow, validation, ablation and probe passes. First it gets the work 
 rate stretched over it. Then it gets the work of the T steps after it, at the final rate.
 
     python benchmarks/gain_lasts.py --policies runs/s0+runs/s1+runs/s2+runs/s3+runs/s4 schedule heuristic --workers 7
+    python benchmarks/gain_lasts.py --task cifar_growth --policies runs/seed0+runs/seed1 --device cuda --keep FOLDER
 """
 
 import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from harness import RESULTS, Json, print_table, write_result
+from harness import RESULTS, Json, print_table, stored, write_result
 from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.kasmina import SeedState
 from esper.leyline import SeedStage, head_preset
+from esper.leyline.records import checksum, encode
 from esper.simic.evaluation.arena import Arena, PolicyPlayer, divide, envs_at_once, fill, hardened
 from esper.simic.evaluation.costs import CostMeter
 from esper.simic.evaluation.final_log import sign_policies
@@ -34,12 +37,13 @@ from esper.simic.evaluation.policies import (
     check_specs,
     learned_runs,
     make_policy,
+    preset_of,
     unfinished,
 )
 from esper.simic.evaluation.statistics import Difference, compare
 from esper.simic.evaluation.workers import host_draws, host_seeds, worker_pool
 from esper.simic.training.episode import play_episode
-from esper.simic.training.hosts import Groups
+from esper.simic.training.hosts import Groups, growth_fleet
 from esper.tamiyo import growth_table
 from esper.tolaria import HostFleet, Task, get_task
 from esper.tolaria.engine import rate_factor
@@ -60,6 +64,7 @@ class Job:
     steps: int | None
     hosts: int
     rng_seed: int
+    preset: str
     final: bool
     device: str
     data_dir: Path | None
@@ -90,10 +95,10 @@ def shortened(name: str, steps: int | None) -> Task:
 def run(job: Job) -> Lasting:
     """Grow, harden, train on; and the same compute without growth."""
     torch.set_num_threads(1)
-    task, preset = shortened(job.task, job.steps), head_preset("core")
+    task, preset = shortened(job.task, job.steps), head_preset(job.preset)
     member = PolicySpec.parse(job.spec).members[job.index]
     policy = make_policy(member, task, growth_table(preset, task.slot_config), job.device)
-    config = EvaluationConfig(job.task, job.hosts, job.rng_seed, final=job.final)
+    config = EvaluationConfig(job.task, job.hosts, job.rng_seed, job.preset, final=job.final)
     arena = Arena(task, preset, final=job.final, device=job.device, data_dir=job.data_dir)
     blocks = divide(job.hosts, envs_at_once(job.device) // 2)
     runner = arena.runner(groups := Groups(len(blocks[0]), 1))
@@ -113,6 +118,12 @@ def run(job: Job) -> Lasting:
         for name, values in zip(Lasting.__dataclass_fields__, found, strict=True):
             parts.setdefault(name, []).extend(values[: len(block)].tolist())
     return Lasting(**parts)
+
+
+def run_stored(keep: Path | None, job: Job) -> Lasting:
+    """The same, unless an earlier call has stored it."""
+    identity = checksum(encode(replace(job, data_dir=None)))[:20]
+    return Lasting(**stored(keep, identity, lambda: asdict(run(job))))
 
 
 def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Tensor, Array]:
@@ -137,7 +148,7 @@ def train_on(fleet: HostFleet, envs: Sequence[int], *, final: bool) -> tuple[Ten
 def wait_for(arena: Arena, seeds: list[int], work: Array, work_later: Array) -> tuple[Tensor, Tensor]:
     """Accuracies of hosts that never grow, after so much work each: an episode of that length, then its final rate."""
     task = arena.task
-    fleet = HostFleet(task, len(seeds), arena.device, seeds, batches=arena.batches)
+    fleet = growth_fleet(task, len(seeds), arena.device, seeds, batches=arena.batches)
     minibatches = task.steps * task.batches_per_step
     episode = np.rint(work * minibatches)
     ends = np.stack([episode, episode + np.rint(work_later * minibatches)])
@@ -217,18 +228,20 @@ def main() -> None:
     parser.add_argument("--final", action="store_true", help="hosts of the final range, scored on test images")
     parser.add_argument("--steps", type=int, default=None, help="shorten episodes")
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--keep", type=Path, default=None, help="folder from which a stopped call continues")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     arguments = parser.parse_args()
     task = shortened(arguments.task, arguments.steps)
-    hosts = EvaluationConfig(arguments.task, arguments.hosts, arguments.seed, device=arguments.device)
+    preset = preset_of(arguments.policies)
+    hosts = EvaluationConfig(arguments.task, arguments.hosts, arguments.seed, preset, device=arguments.device)
     specs = [PolicySpec.parse(policy) for policy in arguments.policies]
     check_specs(specs, hosts)
     jobs = [
         Job(
             *(spec, index, arguments.task, arguments.steps, arguments.hosts, arguments.seed),
-            *(arguments.final, arguments.device, arguments.data_dir),
+            *(preset, arguments.final, arguments.device, arguments.data_dir),
         )
         for spec in arguments.policies
         for index in range(len(PolicySpec.parse(spec).members))
@@ -236,13 +249,14 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)  # where nothing can be written, no look is wasted
     warnings = unfinished(learned_runs(specs))
     if arguments.final:
-        warnings += sign_policies(specs, [arguments.task], arguments.hosts, arguments.seed)
+        resumed = arguments.keep is not None
+        warnings += sign_policies(specs, [arguments.task], arguments.hosts, arguments.seed, resumed=resumed)
     print(*(f"warning: {warning}\n" for warning in warnings), sep="", end="")
     if arguments.workers > 1:
         with worker_pool(arguments.workers) as pool:
-            found = dict(zip(jobs, pool.map(run, jobs), strict=True))
+            found = dict(zip(jobs, pool.map(partial(run_stored, arguments.keep), jobs), strict=True))
     else:
-        found = {job: run(job) for job in jobs}
+        found = {job: run_stored(arguments.keep, job) for job in jobs}
     by_spec = {spec: [found[job] for job in jobs if job.spec == spec] for spec in arguments.policies}
     report(by_spec, arguments, task, warnings)
 

@@ -4,11 +4,14 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from esper.storage.files import replace_file
 
 RESULTS = Path(__file__).parent / "results"
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
@@ -37,6 +40,17 @@ def write_result(name: str, result: Mapping[str, Json], folder: Path = RESULTS) 
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": describe_machine(), **result}, indent=1, allow_nan=False) + "\n")
     return path
+
+
+def stored(folder: Path | None, name: str, compute: Callable[[], Any]) -> Any:  # Any: JSON
+    """What `compute` returned when it was first called under this name: a benchmark with --keep can be stopped."""
+    if folder is None:
+        return compute()
+    path = folder / f"{name}.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(compute()))
+    return json.loads(path.read_text())
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -13,9 +13,13 @@ Gains are on test data, over the model without a seed.
   there the blueprint by first-order worth, or by trial.
 - `largest`: the seed with most parameters.
 - `random`: the mean over all cells.
+
+Finished seeds are stored in `--keep`. Started again, the script makes those that it lacks; all of them count.
 """
 
 import argparse
+import contextlib
+import io
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import RESULTS, Json, print_table, write_result
+from kept import Kept
 from own_model_cases import GPT, Batches, Data, load_images, load_text, shuffled
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -194,41 +199,40 @@ def choices(suggestions: Suggestions, gradients: dict[str, float]) -> dict[str, 
     }
 
 
-def measure(name: str, seeds: int, trial: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def one_seed(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Json]:
     """All cells of a case to the end, and what was chosen after the first epoch."""
     case = CASES[name]._replace(**({} if arguments.epochs is None else {"epochs": arguments.epochs}))
     data = case.load(arguments.data_dir, arguments.samples)
-    found: dict[str, Any] = {"gains": {}, "chosen": [], "costs": [], "suggestions": []}
-    for seed in range(arguments.first_seed, arguments.first_seed + seeds):
-        control = Run(case, data, seed, None)
-        control.epoch()
-        loader = list(control.minibatches(torch.Generator().manual_seed(1_000 + seed)))
-        suggestions = control.grower.suggest(loader, trial, minibatches=arguments.minibatches, ranks=False)
-        gradients = relative_gradients(control, loader[: arguments.minibatches])
-        found["chosen"].append(choices(suggestions, gradients))
-        found["suggestions"].append({**suggestions.to_dict(), "relative_gradients": gradients})
-        found["costs"].append(suggestions.cost.minibatches)
-        base = control.finish()
-        for row in suggestions.sorted("parameters"):
-            run = Run(case, data, seed, (row.slot, row.blueprint))
-            run.epoch()
-            end = run.finish()
-            gain = 100 * (base - end) / base if case.by_loss else end - base
-            found["gains"].setdefault((row.slot, row.blueprint), []).append(gain)
-        print(f"{name}: seed {seed} done, {base:.3f} without a seed", flush=True)
-    return found
+    control = Run(case, data, seed, None)
+    control.epoch()
+    loader = list(control.minibatches(torch.Generator().manual_seed(1_000 + seed)))
+    suggestions = control.grower.suggest(loader, arguments.trial, minibatches=arguments.minibatches, ranks=False)
+    gradients = relative_gradients(control, loader[: arguments.minibatches])
+    base = control.finish()
+    gains: dict[str, Json] = {}
+    for row in suggestions.sorted("parameters"):
+        run = Run(case, data, seed, (row.slot, row.blueprint))
+        run.epoch()
+        end = run.finish()
+        gains[f"{row.slot} {row.blueprint}"] = 100 * (base - end) / base if case.by_loss else end - base
+    return {
+        "base": base,
+        "gains": gains,
+        "chosen": {rule: " ".join(cell) for rule, cell in choices(suggestions, gradients).items()},
+        "minibatches": suggestions.cost.minibatches,
+        "suggestions": {**suggestions.to_dict(), "relative_gradients": gradients},
+    }
 
 
-def shares(found: dict[str, Any], minibatches: int) -> tuple[dict[str, Any], list[list[object]]]:
-    """Share of the best cell's gain by rule, and the rows of the table."""
-    gains = {cell: statistics.fmean(values) for cell, values in found["gains"].items()}
+def shares(found: Sequence[Any], minibatches: int) -> tuple[dict[str, Any], list[list[object]]]:
+    """Share of the best cell's gain by rule, and the rows of the table. (Any: JSON values)"""
+    gains = {cell: statistics.fmean(one["gains"][cell] for one in found) for cell in found[0]["gains"]}
     best = max(gains.values())
-    seeds = found["chosen"]
-    cost = {"trial": statistics.fmean(found["costs"]), "largest": 0.0, "random": 0.0}
+    cost = {"trial": statistics.fmean(one["minibatches"] for one in found), "largest": 0.0, "random": 0.0}
     cost["Auto-RGN, trial"] = cost["trial"] + minibatches
     summary: dict[str, Any] = {}
-    for rule in (*seeds[0], "random"):
-        values = [gains[chosen[rule]] for chosen in seeds] if rule != "random" else [statistics.fmean(gains.values())]
+    for rule in (*found[0]["chosen"], "random"):
+        values = [gains[one["chosen"][rule]] if rule != "random" else statistics.fmean(gains.values()) for one in found]
         each = [100 * value / best for value in values]
         spent = cost.get(rule, float(minibatches) * (2 if rule.startswith("Auto") else 1))
         summary[rule] = {"share": statistics.fmean(each), "by_seed": each, "minibatches": spent}
@@ -249,28 +253,29 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=None, help="instead of each case's own")
     parser.add_argument("--samples", type=int, default=None, help="training samples instead of each case's own")
     parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--keep", type=Path, default=Path("runs/suggest.jsonl"), help="file of finished seeds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    content: dict[str, Json] = {
-        "seeds": arguments.seeds,
-        "first_seed": arguments.first_seed,
-        "trial": arguments.trial,
-        "minibatches": arguments.minibatches,
-    }
-    rows: list[list[object]] = []
+    settings = {name: getattr(arguments, name) for name in ("trial", "minibatches", "epochs", "samples")}
+    kept = Kept(arguments.keep, settings)
     for name in arguments.cases:
-        found = measure(name, arguments.seeds, arguments.trial, arguments)
-        summary, lines = shares(found, arguments.minibatches)
-        rows += [[name, *line] for line in lines]
-        content[name] = {
-            "shares": summary,
-            "gains": {" ".join(cell): values for cell, values in found["gains"].items()},
-            "chosen": [{rule: " ".join(cell) for rule, cell in chosen.items()} for chosen in found["chosen"]],
-            "suggestions": found["suggestions"],
-        }
-    title = f"share of the best cell's gain reached by the first choice, {arguments.seeds} seeds"
-    print_table(title, ["model", "rule", "share", "over seeds", "minibatches"], rows)
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            if f"{name} {seed}" not in kept.runs:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    found = one_seed(name, seed, arguments)
+                kept.add(f"{name} {seed}", found)
+                print(f"{name}: seed {seed} done, {found['base']:.3f} without a seed", flush=True)
+    rows: list[list[object]] = []
+    content: dict[str, Json] = {**settings}
+    for name in CASES:
+        seeds = [run for key, run in kept.runs.items() if key.split()[0] == name]
+        if seeds:
+            summary, lines = shares(seeds, arguments.minibatches)
+            rows += [[f"{name}, {len(seeds)} seeds", *line] for line in lines]
+            content[name] = {"shares": summary, "seeds": seeds}
+    header = ["model", "rule", "share", "over seeds", "minibatches"]
+    print_table("share of the best cell's gain reached by the first choice", header, rows)
     print(write_result("suggest", content, arguments.out))
 
 

@@ -23,7 +23,11 @@ from esper.tolaria import HostFleet, get_task
 from esper.tolaria.data.dataset import is_present
 
 LIBRARIES = {
+    "adaptation_cases.py",
+    "adaptation_methods.py",
     "harness.py",
+    "kept.py",
+    "low_rank.py",
     "metrics_page.py",
     "results_page.py",
     "kills.py",
@@ -210,6 +214,27 @@ def test_audited_credit(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert len({audit["host"] for audit in written["audits"]}) == 6
     assert any(audit["contribution"] != 0 for audit in written["audits"])
     assert any(audit["effect"] != 0 for audit in written["audits"])
+
+
+def test_what_was_stored_is_not_computed_again(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """By name; without a folder nothing is stored."""
+    stored, numbers = benchmark("harness").stored, iter(range(9))
+    assert [stored(tmp_path / "keep", name, lambda: [next(numbers)]) for name in "aab"] == [[0], [0], [1]]
+    assert [stored(None, "a", lambda: next(numbers)) for _ in range(2)] == [2, 3]
+
+
+def test_mixes_of_designs(benchmark: Callable[[str], ModuleType]) -> None:
+    """Of what was measured: all designs of 3w and 1n, but not all of 3w and 3n. The best plan of each kind is chosen on
+    even hosts and scored on odd ones: 5 and 3 against 4 and 1 of the better common plan, the second."""
+    script = benchmark("plan_table")
+    one, other = torch.zeros(2, 2, 3), torch.zeros(2, 2, 3)  # plans, hosts, figures
+    one[..., 0] = torch.tensor([[9.0, 5.0], [8.0, 4.0]])
+    other[..., 0] = torch.tensor([[1.0, 3.0], [0.5, 1.0]])
+    assert script.worth_of_knowing({"a": one, "b": other}) == (4.0, 4.0)
+    other[..., 0] = torch.tensor([[1.0, 3.0], [7.0, 1.0]])
+    assert script.worth_of_knowing({"a": one, "b": other}) == (3.0, 2.5)
+    kinds = dict.fromkeys(["3w-3w", "3w-1n", "1n-3w", "1n-1n", "3w-3n"], one)
+    assert [name for name, _ in script.mixes(kinds)] == ["3w 1n"]
 
 
 def test_twins_differ_by_the_cut_alone(benchmark: Callable[[str], ModuleType]) -> None:

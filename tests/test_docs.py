@@ -59,14 +59,16 @@ def name_of(page: Path) -> str:
 
 
 COMMANDS = sorted({tuple(words) for page in PAGES for words in commands_of(page)})
-SLOW = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own, with torch 2.13
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-]
-"""Marks of pages that train with Lightning."""
+LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # of torch 2.13, about itself
+WARNINGS = {
+    "export.md": ("ignore:`torch.jit.*` is deprecated:DeprecationWarning", LEAF_SPEC),
+    "integrations.md": ("ignore:.*does not have many workers.*", LEAF_SPEC),
+}
+"""Slow pages, with the warnings of other libraries that they meet"""
 WITH_PYTHON = [
-    pytest.param(page, marks=SLOW if page.name == "integrations.md" else ())
+    pytest.param(page, marks=[pytest.mark.slow, *map(pytest.mark.filterwarnings, WARNINGS[page.name])])
+    if page.name in WARNINGS
+    else page
     for page in PAGES
     if any(block.language == "python" for block in blocks_of(page))
 ]
@@ -129,17 +131,7 @@ def run_python(page: Path, empty_folder: Path) -> ModuleType:
     return module
 
 
-DEPRECATED = (
-    "ignore:`torch.jit.*` is deprecated:DeprecationWarning",
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-)
-"""What torch says of its own formats and of its own ONNX exporter"""
-MARKS = {"export.md": [pytest.mark.slow, *map(pytest.mark.filterwarnings, DEPRECATED)]}
-
-
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=MARKS.get(page.name, [])) for page in WITH_PYTHON], ids=name_of
-)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python(page: Path, empty_folder: Path) -> None:
     """The blocks of a page run, in one namespace and in an empty folder. Models grow to what the page says."""
     module = run_python(page, empty_folder)

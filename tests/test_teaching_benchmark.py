@@ -30,6 +30,43 @@ def test_teaching(tmp_path: Path, run_here: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
+def test_seeds_together(tmp_path: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage by stage in shared fleets, as a GPU is lent: the searches, the imitation, PPO, the opponents, the table. A
+    second call plays nothing again, also if it was killed between a search and its file."""
+    tiny_task()
+    sizes = ["--task", NAME, "--teach", "90", "--rounds", "1", "--hosts", "8", "--seeds", "0", "1", "--eval-hosts", "2"]
+    common = [
+        *sizes,
+        "--against",
+        "wait",
+        "--together",
+        "--keep",
+        str(tmp_path / "keep"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    for stage in ("records", "imitate", "train", "search", "heuristic"):
+        run_here("teaching", *common, "--stage", stage)
+    keep = tmp_path / "keep"
+    assert {path.name for path in (keep / "runs").iterdir()} == {"seeds.json", "seed0", "seed1"}
+    plan = (keep / "plan0.json").read_text()
+    (keep / "plan0.json").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr("esper.simic.evaluation.arena.play_episode", lambda *_: pytest.fail("it was recorded"))
+        run_here("teaching", *common, "--stage", "records", "imitate", "search", "heuristic")
+    assert (keep / "plan0.json").read_text() == plan
+    printed = run_here("teaching", *common, "--stage", "evaluate")
+    for row in (
+        "taught (2 seeds)",
+        "seed (2 seeds)",
+        "schedule:plan (2 seeds)",
+        "heuristic:heuristic (2 seeds)",
+        "wait",
+    ):
+        assert row in printed
+
+
+@pytest.mark.slow
 def test_the_course_of_a_run(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """With --every 1, the policy after each round is compared with the start; likeliest actions are not played."""
     tiny_task()

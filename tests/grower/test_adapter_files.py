@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from frozen import CNN, VALIDATION, FrozenGPT, adapt, base, learning, outputs
+from frozen import CNN, VALIDATION, FrozenGPT, adapt, base, frozen_cnn, learning, outputs
 from loops import equal
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from esper.grower import Grower
+from esper.grower import Grower, expect_seeds, hidden_seeds
 from esper.grower.adapter_files import CONTENT, WEIGHTS
 from esper.grower.container import CHILD
 from esper.grower.folding import FoldError, fold_checked
@@ -126,6 +126,20 @@ def test_damaged_files(adapted: tuple[CNN, Path], tmp_path: Path) -> None:
     assert not hasattr(model, CHILD) and equal(model.state_dict().items(), base().state_dict().items())
 
 
+def test_saved_by_a_grower_that_came_after_the_checkpoint(tmp_path: Path) -> None:
+    """Frameworks load the weights before the Grower exists: the statistics of the base are those from before."""
+    grown, _, _ = adapt(until=5)
+    model = frozen_cnn()
+    expect_seeds(model)
+    model.load_state_dict(grown.state_dict())
+    with hidden_seeds(model):
+        optimizer = learning(model)
+    Grower(model, optimizer, budget=400, steps=8).save(tmp_path / "adapter")
+    other = base()
+    Grower.load_adapter(other, tmp_path / "adapter")
+    assert torch.equal(outputs(other), outputs(grown))
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     """A model that is not frozen has no adapter; a model with an adapter takes no second one."""
     model = base()
@@ -136,6 +150,21 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         grower.save(tmp_path / "adapter")
     with pytest.raises(BadValueError, match="has a Grower or an adapter already"):
         Grower.load_adapter(model, tmp_path)
+
+
+def test_what_is_not_linear_is_not_merged(tmp_path: Path) -> None:
+    """Loaded, it acts all the same, and the remedies are those of an adapter. A finished model has none to save."""
+    births = [("germinate", "stage1", "bottleneck")]
+    model, grower, _ = adapt(until=3, budget=4000, policy=lambda report: births if report.step == 1 else [])
+    grower.save(tmp_path / "adapter")
+    other = base()
+    adapter = Grower.load_adapter(other, tmp_path / "adapter")
+    with pytest.raises(BadValueError, match=r"bottleneck behind stage1 cannot be merged.*as it is, or remove\(\) it"):
+        adapter.merge()
+    assert torch.equal(outputs(other), outputs(model))
+    grower.finish(drop=["stage1"])
+    with pytest.raises(StageError, match=r"save\(\) before finish\(\) or merge\(\)"):
+        grower.save(tmp_path / "adapter")
 
 
 class CentredNorm(nn.Module):

@@ -136,6 +136,12 @@ def test_bad_choices(options: dict[str, Any], message: str) -> None:
         allocate(PROFILES, **options)
 
 
+def test_noise_alone_earns_no_rank() -> None:
+    """Then there is no pattern, and the error says what helps."""
+    with pytest.raises(BadValueError, match=r"no layer earns a rank.*minibatches="):
+        allocate([LayerProfile("a", 10, (0.0, 0.0), -0.2)], 50)
+
+
 def test_which_layers_have_ranks() -> None:
     """The head has none, nor seeds; without gradients there is nothing to choose from."""
     model: Any

@@ -215,6 +215,8 @@ def test_cost_counts_passes() -> None:
         assert suggestions.cost.minibatches == pytest.approx(trained + (counts[0] - trained) / 3)
         assert suggestions.cost.held == 8
         assert suggestions[0].trial is not None and (top is None or suggestions[-1].trial is None)
+        lines = str(suggestions).splitlines()
+        assert [line.count(" ± ") for line in lines[1:-1]] == [3 if row.trial else 1 for row in suggestions]
 
 
 def test_rate_and_options_of_the_seeds() -> None:
@@ -234,7 +236,7 @@ def test_other_losses_and_batches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model.requires_grad_(False)
+    model[:3].requires_grad_(False)
     grower = Grower(
         model,
         optimizer,
@@ -247,7 +249,10 @@ def test_other_losses_and_batches() -> None:
     assert suggestions.by_loss and "% of the loss" in str(suggestions)
     assert suggestions[0].trial is not None and suggestions[0].trial.points.value > 0
     assert [layer.name for layer in suggestions.profiles] == ["0", "2"]
-    assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if CHILD not in name)
+    (update,) = [row for row in suggestions if (row.slot, row.blueprint) == ("2", "lora_linear_4")]
+    assert update.worth.value == 0  # a probe sees outputs, and a low-rank update reads the input
+    assert update.trial is not None and update.trial.points.value > 0
+    assert not any(parameter.requires_grad for parameter in model[:3].parameters())
 
 
 def used_up() -> Iterator[tuple[Tensor, Tensor]]:

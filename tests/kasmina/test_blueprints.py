@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from esper.kasmina import BlueprintRegistry, GrowingOptimizer, check_blueprint
 from esper.kasmina.check import ALIVE_RATIO
-from esper.kasmina.layers import Conv2d, GroupNorm, Linear, Scale
+from esper.kasmina.layers import Conv2d, Linear, Scale
+from esper.kasmina.norms import GroupNorm
 from esper.leyline import TOPOLOGIES, BadValueError, BlueprintContractError, SeedStage, Topology, UnknownNameError
 
 WIDTHS = (1, 3, 8, 48)

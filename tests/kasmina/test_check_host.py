@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina import CNNHost, GPTHost, Host, Segment, check_host
-from esper.kasmina.layers import BatchNorm2d, Conv2d, Linear, Statistics, named_statistics
+from esper.kasmina.layers import Conv2d, Linear, Statistics, named_statistics
+from esper.kasmina.norms import BatchNorm2d
 from esper.leyline import BadValueError, HostMismatchError, SlotSpec
 
 

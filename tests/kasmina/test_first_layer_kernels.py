@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper.kasmina.layers import BatchNorm2d
+from esper.kasmina.norms import BatchNorm2d
 from esper.kasmina.row_hints import shared_inputs, tiles_of
 from esper.tolaria.rows import input_tiles
 

@@ -11,7 +11,8 @@ from user_blueprints import own_blueprints as own_blueprints
 
 from esper.kasmina import BlueprintRegistry, Host, MorphogeneticModel, Segment
 from esper.kasmina.export import ExportError
-from esper.kasmina.layers import BatchNorm2d, Conv2d, Linear, Scale, Statistics, named_statistics
+from esper.kasmina.layers import Conv2d, Linear, Scale, Statistics, named_statistics
+from esper.kasmina.norms import BatchNorm2d
 from esper.leyline import SlotSpec
 
 

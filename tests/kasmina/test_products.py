@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from esper.kasmina import products
-from esper.kasmina.layers import Conv2d, GroupNorm
+from esper.kasmina.layers import Conv2d
+from esper.kasmina.norms import GroupNorm
 from esper.kasmina.row_layout import is_lone_small, is_small, store_small
 
 EPS = 1e-5

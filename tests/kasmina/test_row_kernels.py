@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from esper.kasmina.layers import Conv2d, GroupNorm, Scale
+from esper.kasmina.layers import Conv2d, Scale
+from esper.kasmina.norms import GroupNorm
 from esper.kasmina.row_hints import living_rows
 from esper.kasmina.row_layout import BACK, STORED, take_rows
 

@@ -11,19 +11,8 @@ from torch.func import functional_call, stack_module_state
 
 from esper.kasmina import BlueprintRegistry, CNNHost, Host
 from esper.kasmina.blending import BlendGate
-from esper.kasmina.layers import (
-    BatchNorm2d,
-    Conv2d,
-    Embedding,
-    GroupNorm,
-    LayerNorm,
-    Linear,
-    Scale,
-    SelfAttention,
-    Statistics,
-    max_pool,
-    reset_parameters,
-)
+from esper.kasmina.layers import Conv2d, Embedding, Linear, Scale, SelfAttention, Statistics, max_pool, reset_parameters
+from esper.kasmina.norms import BatchNorm2d, GroupNorm, LayerNorm
 from esper.kasmina.row_layout import fold_rows, unfold_rows
 from esper.leyline import TOPOLOGIES, Topology
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.layers import Conv2d, GroupNorm, Scale
+from esper.kasmina.layers import Conv2d, Scale
+from esper.kasmina.norms import GroupNorm
 from esper.kasmina.stages import Chain, Squeeze, Stage, describe, fits
 from esper.tolaria.banks import StackedWeights
 

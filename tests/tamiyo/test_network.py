@@ -10,9 +10,10 @@ from syncs import no_sync
 from tamiyo.policies import NAMES, SHARP, SMALL, build, decide, layout, random_masks, slots
 from torch import Tensor, nn
 
-from esper.leyline import HEAD_NAMES, HEADS, BadValueError, Head, HeadPreset, LifecycleOp
+from esper.leyline import HEAD_NAMES, HEADS, BadValueError, Head, HeadPreset, LifecycleOp, UnknownNameError
 from esper.tamiyo import ActionTable, FactoredRecurrentActorCritic, NetworkConfig, growth_table
 from esper.tamiyo.encoder import Stretches
+from esper.tamiyo.memory import LstmMemory, MemoryKind
 
 LAST_DRAW = 1 - 2**-24
 """The largest float32 below 1."""
@@ -74,6 +75,49 @@ def test_without_recurrence_memory_has_no_say() -> None:
     assert torch.equal(core, network.step(trunk, second)[0])
     for stretches in STRETCHES.values():
         assert torch.allclose(network.unroll(trunk, stretches, first), core, atol=1e-6)
+
+
+@pytest.mark.parametrize("stretches", STRETCHES.values(), ids=STRETCHES)
+@pytest.mark.parametrize(("memory", "layers"), [("lstm", 2), ("lstm", 3), ("window", 1), ("off", 1)])
+def test_every_memory_unrolls_what_it_steps(memory: MemoryKind, layers: int, stretches: Stretches) -> None:
+    """From a state that is not empty. The state has the size that the settings say."""
+    network = build("vector", NetworkConfig(16, 1, 16, 16, memory=memory, memory_layers=layers))
+    flat = torch.randn(7, 4, 5)
+    size = network.config.state_size
+    hidden_state = torch.randn(4, size), torch.randn(4, size)
+    state, cores = hidden_state, []
+    for now in flat:
+        core, state = network.step(network.encode(now).trunk, state)
+        cores.append(core)
+    assert {part.shape for part in (*state, *network.initial_state(4))} == {(4, size)}
+    unrolled = network.unroll(network.encode(flat[ALIVE]).trunk, stretches, hidden_state)
+    assert torch.allclose(unrolled, torch.stack(cores)[ALIVE], atol=1e-5)
+    again = network.step(network.encode(flat[1]).trunk, hidden_state)[0]
+    assert torch.equal(cores[1], again) is (memory == "off")
+
+
+def test_an_lstm_of_two_layers_is_torch_s_own() -> None:
+    """The upper layer reads the lower one; all forget gates start open."""
+    memory = LstmMemory(3, 4, 2)
+    memory.reset_memory()
+    assert [memory.get_parameter(f"bias_ih_l{layer}").tolist() for layer in (0, 1)] == [
+        [0.0] * 4 + [1.0] * 4 + [0.0] * 8
+    ] * 2
+    block, state = torch.randn(5, 2, 3), (torch.randn(2, 8), torch.randn(2, 8))
+    before, cells = (part.view(2, 2, 4).transpose(0, 1).contiguous() for part in state)
+    expected, (hidden, cell) = nn.LSTM.forward(memory, block, (before, cells))
+    found, following = memory.unroll(block, state)
+    assert torch.equal(found, expected)
+    assert torch.equal(following[0], torch.cat([*hidden], 1)) and torch.equal(following[1], torch.cat([*cell], 1))
+
+
+def test_memory_settings_are_checked() -> None:
+    with pytest.raises(BadValueError, match="memory_layers 0 is not an integer of 1 or more"):
+        NetworkConfig(memory_layers=0)
+    with pytest.raises(BadValueError, match="memory_layers 2 with memory 'off'; only an LSTM has layers"):
+        NetworkConfig(memory="off", memory_layers=2)
+    with pytest.raises(UnknownNameError, match="'gru'; allowed: lstm, window, off"):
+        NetworkConfig(memory="gru")  # type: ignore[arg-type]  # wrong on purpose
 
 
 # -- one decision after the other -------------------------------------------------------------------------------------

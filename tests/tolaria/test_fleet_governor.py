@@ -11,7 +11,8 @@ import torch
 from fleets import AT_ONCE, Seedling, assert_same, assert_same_env, everything_of, grow, held_bytes, make_fleet, task_of
 from torch import Tensor, nn
 
-from esper.kasmina.layers import BatchNorm2d, Statistics
+from esper.kasmina.layers import Statistics
+from esper.kasmina.norms import BatchNorm2d
 from esper.leyline import SeedStage
 from esper.tolaria import HostFleet, Panic, Symptom, get_task
 from esper.tolaria.batches import Samples

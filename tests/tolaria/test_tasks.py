@@ -17,6 +17,7 @@ from esper.tolaria import Task, TaskRegistry, get_task
 from esper.tolaria.data import DATASET_NAMES
 
 THREE_SLOTS = ("r1c0", "r1c1", "r1c2")
+FIVE_SLOTS = ("r0c0", "r1c0", "r0c1", "r1c1", "r1c2")
 
 # name: steps, batches per step, batch, validation size, classes, parameters of the host, slots, shift, flip.
 TABLE = {
@@ -27,6 +28,8 @@ TABLE = {
     "cifar_baseline": (20, 40, 256, 2_000, 10, 6_418, THREE_SLOTS, 4, True),
     "cifar_impaired": (20, 40, 256, 2_000, 10, 77, THREE_SLOTS, 4, True),
     "cifar_scale": (20, 40, 256, 2_000, 10, 99_922, (*THREE_SLOTS, "r1c3", "r1c4"), 4, True),
+    "cifar_growth": (20, 94, 256, 2_000, 10, 6_418, FIVE_SLOTS, 4, True),
+    "cifar_varied": (20, 94, 256, 2_000, 10, 6_418, FIVE_SLOTS, 4, True),
     "shakespeare_char": (20, 40, 32, 100_000, 65, 212_224, ("r0c0", "r0c1", "r0c2"), 0, False),
 }
 
@@ -181,9 +184,10 @@ def test_baselines_of_registered_tasks(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_budget_is_four_times_the_host(name: str) -> None:
-    """Unless the task says otherwise, which one does."""
+    """Unless the task says otherwise."""
     task = get_task(name)
-    assert task.parameter_budget == (200 if name == "digits_varied" else 4 * task.host_parameters)
+    own = {"digits_varied": 200, "cifar_growth": 6_000, "cifar_varied": 6_000}
+    assert task.parameter_budget == own.get(name, 4 * task.host_parameters)
     assert replace(task, budget=7).parameter_budget == 7
 
 

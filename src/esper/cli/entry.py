@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -73,9 +75,20 @@ def _parse(name: str, arguments: list[str]) -> Command:
     # Only the chosen one is imported: most need torch, which takes seconds.
     dataclass: type[Command] = getattr(import_module(f"{__package__}.{name}"), f"{name.capitalize()}Command")
     try:
-        return tyro.cli(dataclass, prog=f"esper {name}", args=arguments)
+        with _quiet_follower():
+            return tyro.cli(dataclass, prog=f"esper {name}", args=arguments)
     finally:
         sys.stdout.flush()  # help for a reader that has gone fails here, where it is caught
+
+
+@contextmanager
+def _quiet_follower() -> Iterator[None]:
+    """Print nothing on ranks other than 0 of `torchrun`: rank 0 says the same."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def _help() -> str:

@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from esper.leyline import OTHER_RHOS, BadValueError
 from esper.leyline.numbers import CLAIM_SEEDS
 from esper.leyline.records import Json
+from esper.simic.distributed import World, open_world
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, run_comparisons
 from esper.simic.evaluation.policies import EvaluationConfig, preset_of, short_names
 from esper.simic.evaluation.provenance import made_with
@@ -132,17 +133,34 @@ class EvaluateCommand:
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
 
     def run(self, console: Console) -> None:
-        """Evaluate, print tables of policies and their differences, write the files."""
+        """Evaluate, on all ranks of torchrun; rank 0 prints tables and writes the files."""
         torch.set_num_threads(1)
+        with open_world() as world:
+            if world.rank:
+                self._compare(world)
+            else:
+                self._lead(world, console)
+
+    def _lead(self, world: World, console: Console) -> None:
         for target in filter(None, (self.json, self.picture)):
             check_writable(target)
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise BadValueError(f"--picture {self.picture} must end in {' or '.join(PICTURES)}")
+        report = self._compare(world)
+        print_report(console, report)
+        if self.json is not None:
+            content = {**report.to_json(), "provenance": self._provenance()}
+            replace_file(self.json.resolve(), dumps(content, indent=1, allow_nan=False) + "\n")
+        if self.picture is not None:
+            with storage_errors(self.picture):
+                draw(report, self.picture)
+
+    def _compare(self, world: World) -> EvaluationReport:
         tasks, policies = ([name.strip() for name in names.split(",")] for names in (self.task, self.policies))
         preset = preset_of(policies) if self.preset is None else self.preset
         hosts = (self.hosts, self.seed, preset, self.final, self.isolation, self.device, self.data_dir)
         config = EvaluationConfig(tasks[0], *hosts)
-        report = run_comparisons(
+        return run_comparisons(
             tasks,
             policies,
             config,
@@ -151,14 +169,8 @@ class EvaluateCommand:
             workers=self.workers,
             keep=self.keep,
             record=self.record,
+            world=world,
         )
-        print_report(console, report)
-        if self.json is not None:
-            content = {**report.to_json(), "provenance": self._provenance()}
-            replace_file(self.json.resolve(), dumps(content, indent=1, allow_nan=False) + "\n")
-        if self.picture is not None:
-            with storage_errors(self.picture):
-                draw(report, self.picture)
 
     def _provenance(self) -> dict[str, Json]:
         """What the figures were made with; paths on this machine are omitted."""

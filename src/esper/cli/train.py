@@ -11,11 +11,15 @@ from rich.console import Console
 
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
+from esper.simic.distributed import World, open_world
 from esper.simic.rewards.config import Family
-from esper.simic.teaching import check_episodes, teach
+from esper.simic.teaching import check_episodes, teach, teach_shared
 from esper.simic.training.config import TrainConfig, read_settings, taught_config
+from esper.simic.training.follower import Follower
 from esper.simic.training.run_folder import read_config
+from esper.simic.training.together import is_together, read_together, train_together
 from esper.simic.training.trainer import Trainer
+from esper.simic.tuning.dealt import serve_trials
 from esper.storage.series import KEEP
 
 DEFAULT, OUT = TrainConfig(), Path("runs/train")
@@ -72,6 +76,8 @@ class TrainCommand:
     """Hosts per group, without its control."""
     seed: Annotated[int | None, flag(int, DEFAULT.seed)] = None
     """Random seed of the run."""
+    seeds: Annotated[str | None, flag(str)] = None
+    """Several random seeds, e.g. 0..4 or 0,1,7: separate runs in OUT/seed0, OUT/seed1, … that share their fleets."""
     out: Annotated[Path | None, flag(Path, OUT)] = None
     """Output folder. Must not already contain a run."""
     resume: Annotated[Path | None, flag(Path)] = None
@@ -94,6 +100,8 @@ class TrainCommand:
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
     keep_checkpoints: Annotated[int | None, flag(int, KEEP)] = None
     """Number of newest checkpoints to keep."""
+    hosts_by_rank: Annotated[str | None, flag(str)] = None
+    """Under torchrun: hosts of every rank, controls included, separated by commas (default: divided evenly)."""
     profile: Annotated[Path | None, flag(Path)] = None
     """Folder for a trace of every operator of one round, the second from now (chrome://tracing, Perfetto)."""
     record: Annotated[Path | None, flag(Path)] = None
@@ -103,22 +111,89 @@ class TrainCommand:
     reward: RewardFlags = field(default_factory=RewardFlags)
 
     def run(self, console: Console) -> None:
-        """Train with a progress bar. Ctrl-C ends after the last complete round."""
-        keep = KEEP if self.keep_checkpoints is None else self.keep_checkpoints
+        """Train with a progress bar, on all ranks of torchrun. Ctrl-C ends after the last complete round."""
+        together = self.seeds is not None or (self.resume is not None and is_together(self.resume))
+        with open_world() as world:
+            if together:
+                self._run_together(world, console)
+                return
+            trained = self._lead(world, console) if world.rank == 0 else self._follow(world)
+            if trained.round < trained.config.rounds:  # so that a script does not take it for complete
+                raise SystemExit(128 + signal.SIGINT)
+
+    def _lead(self, world: World, console: Console) -> Trainer:
+        """Train, write and show."""
         config = self.settings() if self.resume is None else self._resumed(self.resume)
         folder, resume = self.resume or self.out or OUT, self.resume is not None
-        folders = {"profile": self.profile, "record": self.record}
         begin = None
         if config.teach.episodes:
             check_episodes(config)  # before the folder is made
-            begin = partial(teach, config, workers=self.workers or 1)
+            begin = partial(teach, config, workers=self.workers or 1, world=world)
         trainer = Trainer(
-            config, folder, resume=resume, keep_checkpoints=keep, sinks=self.sinks, begin=begin, **folders
+            config,
+            folder,
+            resume=resume,
+            keep_checkpoints=self._keep,
+            sinks=self.sinks,
+            begin=begin,
+            profile=self.profile,
+            record=self.record,
+            world=world,
+            hosts_by_rank=self._shares(),
         )
         trainer.run()
         console.print(f"{trainer.round} of {trainer.config.rounds} rounds are in {trainer.folder.path}")
-        if trainer.round < trainer.config.rounds:  # so that a script does not take it for complete
-            raise SystemExit(128 + signal.SIGINT)
+        return trainer
+
+    def _follow(self, world: World) -> Follower:
+        """Collect for rank 0."""
+        config = self.settings() if self.resume is None else None
+        follower = Follower(world, config, hosts_by_rank=self._shares(), data_dir=self.data_dir)
+        own = follower.config
+        follower.run(partial(serve_trials, device=own.device, data_dir=own.data_dir))
+        return follower
+
+    @property
+    def _keep(self) -> int:
+        return KEEP if self.keep_checkpoints is None else self.keep_checkpoints
+
+    def _shares(self) -> tuple[int, ...] | None:
+        if self.hosts_by_rank is None:
+            return None
+        try:
+            return tuple(int(count) for count in self.hosts_by_rank.split(","))
+        except ValueError:
+            raise BadValueError(
+                f"--hosts-by-rank {self.hosts_by_rank!r}: give whole numbers separated by commas, such as 24,8"
+            ) from None
+
+    def _run_together(self, world: World, console: Console) -> None:
+        """Train several seeds in shared fleets, or resume all of them."""
+        if world.size > 1:
+            raise BadValueError(f"several seeds share one process, not {world.size}; start it without torchrun")
+        given = {name: getattr(self, name) for name in ("seed", "workers", "profile", "hosts_by_rank")}
+        if excluded := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
+            raise BadValueError(f"several seeds share one process and its fleets; omit {', '.join(excluded)}")
+        if self.resume is None:
+            config, seeds = self.settings(), tuple(parse_seeds(self.seeds or ""))
+        else:
+            config, seeds = read_together(self.resume)
+            config = self._resumed(self.resume / f"seed{config.seed}")
+        make_begin = None
+        if config.teach.episodes:
+            check_episodes(config)
+            make_begin = partial(teach_shared, learners=len(seeds))
+        folder = self.resume or self.out or OUT
+        train_together(
+            config,
+            folder,
+            seeds,
+            make_begin=make_begin,
+            keep_checkpoints=self._keep,
+            sinks=self.sinks,
+            record=self.record,
+        )
+        console.print(f"{config.rounds} rounds of {len(seeds)} seeds are in {folder}")
 
     def settings(self) -> TrainConfig:
         """The defaults, changed by the file, then by the flags."""
@@ -132,13 +207,26 @@ class TrainCommand:
 
     def _resumed(self, folder: Path) -> TrainConfig:
         """The settings of a run to resume; only its data folder may differ."""
-        names = _given(self).keys() - {"resume", "data_dir", "profile", "record", "workers", "sinks", "ppo", "reward"}
+        free = {"resume", "data_dir", "hosts_by_rank", "profile", "record", "workers", "sinks", "ppo", "reward"}
+        names = _given(self).keys() - free
         names |= {f"{group}.{name}" for group in ("ppo", "reward") for name in _given(getattr(self, group))}
         if names:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
             raise BadValueError(f"--resume continues {folder} with its own settings; omit {flags}")
         config = read_config(folder)
         return config if self.data_dir is None else replace(config, data_dir=self.data_dir)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The numbers of `0..4` or `0,1,7`."""
+    try:
+        first, separator, last = text.partition("..")
+        seeds = list(range(int(first), int(last) + 1)) if separator else [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds:
+        raise BadValueError(f"--seeds {text!r} names no seeds; write for example 0..4 or 0,1,7")
+    return seeds
 
 
 def _given(flags: Any) -> dict[str, Any]:  # Any: a dataclass of flags, and their values

@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from esper.simic.distributed import World, open_world
 from esper.simic.tuning import EPISODES, SearchMethod, check_free, tune, write_tuned
+from esper.simic.tuning.tuned import help_tuning
 from esper.tamiyo.policies import HeuristicConfig, Plan
 from esper.tamiyo.policies.shipped import TunedKind
 
@@ -40,11 +42,27 @@ class TuneCommand:
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
 
     def run(self, console: Console) -> None:
-        """Search, write the file, print the result."""
+        """Search, on all ranks of torchrun; rank 0 decides, writes the file, prints the result."""
         torch.set_num_threads(1)
+        with open_world() as world:
+            if world.rank:
+                help_tuning(world, self.task, self.data_dir, self.device)
+            else:
+                self._lead(world, console)
+
+    def _lead(self, world: World, console: Console) -> None:
         check_free(self.out)
         hosts = (self.preset, self.data_dir, self.device, self.workers)
-        tuned = tune(self.task, self.kind, self.episodes, self.seed, *hosts, record=self.record, search=self.search)
+        tuned = tune(
+            self.task,
+            self.kind,
+            self.episodes,
+            self.seed,
+            *hosts,
+            record=self.record,
+            search=self.search,
+            world=world,
+        )
         write_tuned(self.out, tuned)
         console.print(
             f"{tuned.used} of {tuned.budget} episodes on {tuned.task}: {_describe(tuned.best)} (objective "

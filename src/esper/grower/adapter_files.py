@@ -58,23 +58,16 @@ def base_tensors(host: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{CHILD}.")}
 
 
-def copy_buffers(host: nn.Module) -> dict[str, Tensor]:
-    """Copies of the norm statistics that the model has before anything is learned."""
-    names = ("running_mean", "running_var")
-    return {name: buffer.clone() for name, buffer in host.named_buffers() if name.rpartition(".")[2] in names}
-
-
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def save_adapter(slots: ModelSlots, original: Mapping[str, Tensor], statistics: str, folder: Path) -> None:
-    """Write the seeds and all else that differs from the base model. The folder is replaced as a whole.
-
-    `original` are the norm statistics of the base.
-    """
-    own = base_tensors(slots.host)
+def save_adapter(slots: ModelSlots, statistics: str, folder: Path) -> None:
+    """Write the seeds and all else that differs from the base model. The folder is replaced as a whole."""
+    own, original = base_tensors(slots.host), slots.statistics
     parameters = dict(slots.host.named_parameters())
-    changed = {name for name, value in original.items() if name in own and not torch.equal(own[name], value)}
+    changed = {
+        name for name, value in original.items() if name in own and not torch.equal(own[name].cpu(), value.cpu())
+    }
     learned = {name for name in own if name in parameters and parameters[name].requires_grad}
     kept = {f"{BASE}/{name}": own[name] for name in sorted(learned | changed)}
     live = slots.live()
@@ -206,7 +199,7 @@ class LoadedAdapter:
         """Fold the seeds into the weights in front of them: the plain model, with its own names."""
         self._check_open()
         kept = list(self._slots.live())
-        refuse_unfoldable(self._slots, kept)
+        refuse_unfoldable(self._slots, kept, "Use the adapter as it is, or remove() it")
         fold_checked(self._slots, kept)
         self._slots.remove()
         return self.model

@@ -46,6 +46,12 @@ class Structure:
     notes: dict[str, Json]
 
 
+def copy_statistics(host: nn.Module) -> dict[str, Tensor]:
+    """Copies of the running statistics of all norms, by name."""
+    names = ("running_mean", "running_var")
+    return {name: buffer.clone() for name, buffer in host.named_buffers() if name.rpartition(".")[2] in names}
+
+
 class ModelSlots(nn.Module):
     """All slots of a model, in the order in which the data passes them."""
 
@@ -55,6 +61,8 @@ class ModelSlots(nn.Module):
         self.like: dict[str, str] = {}
         self.notes: dict[str, Json] = {}
         """What the grower must remember, as JSON"""
+        self.statistics = copy_statistics(host)
+        """Running statistics of the norms as the user built them: a checkpoint may bring others before the Grower is"""
         self.fixed: tuple[str, ...] = ()
         """Norms of a frozen host, whose statistics training does not change"""
         self.on_change: Callable[[], None] | None = None

@@ -27,13 +27,12 @@ def can_fold(slot: SeedSlot) -> bool:
     return slot.folded() is not None
 
 
-def refuse_unfoldable(slots: ModelSlots, kept: Iterable[str]) -> None:
-    """Raise if one of these seeds is not linear."""
+def refuse_unfoldable(slots: ModelSlots, kept: Iterable[str], remedy: str) -> None:
+    """Raise if one of these seeds is not linear, and say what else can be done."""
     bent = [f"{slots[slot_id].state.blueprint} behind {slot_id}" for slot_id in kept if not can_fold(slots[slot_id])]
     if bent:
         raise BadValueError(
-            f"{', '.join(bent)} cannot be merged: only what is linear folds into the weights in front of it. finish() "
-            "keeps them as ordinary submodules; drop= omits them"
+            f"{', '.join(bent)} cannot be merged: only what is linear folds into the weights in front of it. {remedy}"
         )
 
 

@@ -11,7 +11,6 @@ asks the policy, and carries out its actions. Seeds act from birth: their output
 jump, and they learn from the user's own loss.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +20,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from esper.grower import ranks
-from esper.grower.adapter_files import LoadedAdapter, copy_buffers, load_adapter, save_adapter
+from esper.grower import adapting, ranks
+from esper.grower.adapter_files import LoadedAdapter, load_adapter, save_adapter
 from esper.grower.adapter_places import frozen_streams
-from esper.grower.adapting import Adaptation, introduction, is_frozen, stages_of
+from esper.grower.adapting import Adaptation, is_frozen, stages_of
+from esper.grower.announcements import UNKNOWN_STEPS, conclusion, introduction
 from esper.grower.container import CHILD
 from esper.grower.decisions import Decider
 from esper.grower.finishing import build_in, choose_seeds, write_finished
@@ -37,24 +36,19 @@ from esper.grower.growing_model import GrowingModel
 from esper.grower.membership import Membership
 from esper.grower.places import Places, named_widths
 from esper.grower.policies import OwnPolicy, check_policy
-from esper.grower.records import GrowthRecord, GrowthReport, listed
-from esper.grower.rules import LEAST_STEPS
-from esper.grower.run_log import RunLog, policy_name
-from esper.grower.scoring import EXAMPLE, Batch, Forward, InputTap, Loss, Scorer
+from esper.grower.records import GrowthRecord, GrowthReport
+from esper.grower.run_log import RunLog, describe_run
+from esper.grower.scoring import Batch, Forward, InputTap, Loss, Scorer, check_loss
 from esper.grower.statistics import ORIGINAL, frozen_norms
+from esper.grower.steps import measure_again, on_all_ranks, take_step
 from esper.grower.suggestion_table import Suggestions
 from esper.grower.suggestions import SuggestionPlan, make_suggestions, read_batches, run_once, untouched
 from esper.grower.waiting import check_waiting, waiting_slots
-from esper.kasmina.compare import RowScore
 from esper.kasmina.lifecycle import LifecycleConfig
 from esper.kasmina.slot import fork_rng
 from esper.leyline import BadValueError, EsperError, StageError
 from esper.leyline.numbers import require_whole
-from esper.leyline.records import Json, encode
-from esper.tolaria.governor import Symptom
-
-UNKNOWN_STEPS = 20
-"""Calls of `step` that growth is timed for if the user does not say"""
+from esper.leyline.records import Json
 
 
 class Grower:
@@ -90,21 +84,14 @@ class Grower:
         require_whole("rng_seed", rng_seed)
         if steps is not None:
             require_whole("steps", steps, 1, remark=": it is how often step() will be called")
-        if loss is not None and not callable(loss):
-            raise BadValueError(f"loss is a {type(loss).__name__}; pass a function of (output, batch)")
-        if isinstance(loss, _Loss):
-            raise BadValueError(
-                f"nn.{type(loss).__name__} takes (output, target); pass a function of (output, batch) that returns one "
-                f"value per sample, such as {EXAMPLE}"
-            )
+        check_loss(loss)
         check_policy(policy)
         host = ranks.unwrap(model)
         check_waiting(host)
         is_frozen(host)  # refuses a model in which nothing learns
-        self._statistics = copy_buffers(host)
         self.model, self.optimizer, self.budget, self.rng_seed = model, optimizer, budget, rng_seed
         self.steps = steps if steps is not None else UNKNOWN_STEPS
-        self._steps_given = steps is not None
+        self._given_steps = steps
         self._wanted, self._policy = None if slots == "auto" else named_widths(host, slots), policy
         self._scorer = Scorer(loss, forward)
         self._host = host
@@ -153,7 +140,13 @@ class Grower:
         if log is not None:
             log.create(self._settings())
         if ranks.rank() == 0:
-            print(self._introduction(), flush=True)
+            growing = decider.growing
+            about = (
+                adapting.introduction(growing, self.steps)
+                if frozen
+                else introduction(growing, self._given_steps, self._policy)
+            )
+            print(about, flush=True)
 
     def _start(self, stages: Sequence[Sequence[str]] = ()) -> Decider:
         config = LifecycleConfig(act_from_birth=True)
@@ -164,36 +157,6 @@ class Grower:
             adaptation = Adaptation(self.steps, tuple(map(tuple, stages)))
         self._decider = Decider(growing, self._scorer, self._tap, self._policy, self.steps, adaptation)
         return self._decider
-
-    def _introduction(self) -> str:
-        assert self._decider is not None
-        growing = self._decider.growing
-        if self._decider.adaptation is not None:
-            return introduction(growing, self.steps)
-        named = ", ".join(f"{spec.slot_id} ({spec.topology}, width {spec.width})" for spec in growing.slots.values())
-        share = 100 * self.budget / growing.host_parameters
-        lines = [
-            f"Esper: slots behind {named}",
-            f"Esper: budget {self.budget:,}, {share:.1f} % of the model's {growing.host_parameters:,} parameters",
-        ]
-        if not self._steps_given:
-            lines.append(f"Esper: steps= is not given, so growth is timed for {self.steps} calls of step()")
-        if self._policy == "heuristic" and self.steps < LEAST_STEPS:
-            lines.append(
-                f"Esper: steps={self.steps} is too few to judge a seed, {LEAST_STEPS} are needed: nothing will grow"
-            )
-        return "\n".join(lines)
-
-    def _conclusion(self, growing: GrowingModel, kept: Sequence[str], dropped: Sequence[str]) -> str:
-        def named(slot_ids: Sequence[str]) -> str:
-            groups: dict[str | None, list[str]] = {}
-            for slot_id in slot_ids:
-                groups.setdefault(growing.states[0][slot_id].blueprint, []).append(slot_id)
-            return ", ".join(f"{name} behind {place}" for name, own in groups.items() for place in listed(own))
-
-        parameters = sum(p.numel() for slot_id in kept for p in growing.modules[slot_id].parameters())
-        ending = f"; dropped {named(dropped)}" if dropped else ""
-        return f"Esper: kept {named(kept) or 'nothing'} ({parameters:,} parameters){ending}"
 
     def _loaded(self) -> None:
         """A state dict has replaced the seeds: adopt them, and continue where it was saved."""
@@ -216,21 +179,8 @@ class Grower:
             self._log.resume(self._settings(), decider.step)
 
     def _settings(self) -> dict[str, Json]:
-        """What this Grower was built with, for the log."""
-        growing = self._ready().growing
-        return {
-            "host": type(self._host).__name__,
-            "host_parameters": growing.host_parameters,
-            "budget": self.budget,
-            "steps": self.steps,
-            "slots": {
-                slot_id: {"topology": spec.topology, "width": spec.width} for slot_id, spec in growing.slots.items()
-            },
-            "policy": policy_name(self._policy),
-            "own_loss": self._scorer.loss is not None,
-            "rng_seed": self.rng_seed,
-            "seed_options": encode(self._seed_options),
-        }
+        growing, own_loss = self._ready().growing, self._scorer.loss is not None
+        return describe_run(growing, self.steps, self._policy, self._seed_options, own_loss=own_loss)
 
     def ignore_calls(self, redirected: Callable[[], bool]) -> None:
         """Overlook forward passes while `redirected()` holds, because their arguments are another method's."""
@@ -255,7 +205,7 @@ class Grower:
         with torch.inference_mode(False), fork_rng(self._host):
             decider.growing.check_learning(self._tap.passes)
             self._tap.passes = 0
-            record = self._on_all_ranks(decider, lambda: self._decide(decider, validation))
+            record = on_all_ranks(decider, lambda: take_step(decider, validation))
         self._tap.on_training = None
         if record.panic is not None or (record.loss is not None and math.isfinite(record.loss)):
             decider.guard.take(decider.step)
@@ -266,89 +216,6 @@ class Grower:
 
     def _blueprints(self) -> dict[str, str | None]:
         return {slot_id: slot.state.blueprint for slot_id, slot in self._slots.items()}
-
-    def _decide(self, decider: Decider, validation: Iterable[Batch] | float) -> GrowthRecord:
-        scored = decider.score(validation)
-        is_loss = scored.rows is not None or self._scorer.loss is not None
-        symptom = decider.guard.symptom(scored.main, scored.calibrated.loss, is_loss=is_loss)
-        if symptom is not None:
-            return self._undo(decider, scored.main, symptom)
-        growing = decider.growing
-        look = decider.measure(scored)
-        decider.guard.observe(scored.calibrated.loss)
-        decider.step += 1
-        remarks = decider.adapt(scored)
-        ticks = [change for _, change in growing.tick()]
-        actions, changes = decider.decide()
-        self._slots.notes = decider.notes()
-        blind = isinstance(validation, float) and growing.live()
-        return self._record(
-            decider,
-            scored.main,
-            actions=tuple(actions),
-            changes=(*ticks, *changes),
-            contributions={slot_id: each.points for slot_id, each in look.comparison.contributions.items()},
-            remarks=(*remarks, *(("contributions need validation data, not a number",) if blind else ())),
-            choices=decider.choices,
-        )
-
-    def _undo(self, decider: Decider, main: RowScore, symptom: Symptom) -> GrowthRecord:
-        """Undo what growth has done to the model since the last step. The policy is not asked, for want of numbers."""
-        guard = decider.guard
-        assert guard.snapshot is not None
-        restored = guard.snapshot.step
-        guard.restore()
-        decider.step += 1
-        ticks = [change for _, change in decider.growing.tick()]
-        pruned = guard.prune_youngest()
-        self._slots.notes = decider.notes()
-        named = ", ".join(f"{name} behind {change.slot_id}" for name, change in pruned)
-        return self._record(
-            decider,
-            main,
-            changes=(*ticks, *(change for _, change in pruned)),
-            remarks=(f"the loss was {main.loss:.4g}: restored step {restored} and pruned {named}",),
-            panic=symptom.name,
-        )
-
-    def _record(self, decider: Decider, main: RowScore, **content: Any) -> GrowthRecord:  # Any: fields of the record
-        accuracy = None if main.correct is None else main.accuracy
-        grown = decider.growing.grown_parameters(0)
-        return GrowthRecord(decider.step, accuracy, main.loss, grown=grown, budget=self.budget, **content)
-
-    def _measure_again(self, decider: Decider, validation: Iterable[Batch]) -> GrowthRecord:
-        scored = decider.score(validation)
-        decider.measure(scored)
-        return self._record(decider, scored.main)
-
-    def _on_all_ranks(self, decider: Decider, act: Callable[[], GrowthRecord]) -> GrowthRecord:
-        """Let rank 0 act, and the others take over the seeds that result. An error of rank 0 is raised on all."""
-        if ranks.world() == 1:
-            return act()
-        before = {slot_id: slot.seed for slot_id, slot in self._slots.items()}
-        record, error, payload = None, None, None
-        if ranks.rank() == 0:
-            try:
-                record = act()
-                structure = self._slots.get_extra_state().numpy().tobytes().hex()
-                content = {"record": record.to_json(), "structure": structure}
-            except Exception as raised:  # also one of the user's loss: the other ranks wait
-                error, content = raised, {"error": f"{type(raised).__name__}: {raised}"}
-            payload = json.dumps(content).encode()
-        received = json.loads(ranks.share(payload, decider.growing.device))
-        if "error" in received:
-            raise error or BadValueError(f"rank 0 failed: {received['error']}")
-        if record is None:
-            record = GrowthRecord.from_json(received["record"])
-            if record.panic is not None:
-                decider.guard.restore()
-            self._slots.set_extra_state(torch.frombuffer(bytearray.fromhex(received["structure"]), dtype=torch.uint8))
-        for slot_id, slot in self._slots.items():
-            if slot.seed is not None and slot.seed is not before[slot_id]:
-                ranks.equalise(slot)
-        for name in self._slots.fixed:
-            ranks.equalise(self._host.get_submodule(name))
-        return record
 
     def _ready(self) -> Decider:
         if self._finished:
@@ -432,6 +299,10 @@ class Grower:
 
     def save(self, folder: str | Path) -> None:
         """Write an adapter: the seeds and whatever else differs from the pretrained model, without the model."""
+        if self._finished:
+            raise StageError(
+                "growth is finished, and the seeds are part of the model: save() before finish() or merge()"
+            )
         decider = self._ready()
         adaptation = decider.adaptation
         if adaptation is None:
@@ -439,7 +310,7 @@ class Grower:
                 "an adapter is what a frozen model has learned, and this model is not frozen: use finish()"
             )
         if ranks.rank() == 0:
-            save_adapter(self._slots, self._statistics, adaptation.statistics or ORIGINAL, Path(folder))
+            save_adapter(self._slots, adaptation.statistics or ORIGINAL, Path(folder))
 
     @staticmethod
     def load_adapter(model: nn.Module, folder: str | Path) -> LoadedAdapter:
@@ -464,14 +335,15 @@ class Grower:
         self._tap.collect()
         with torch.inference_mode(False), fork_rng(self._host):
             if validation is not None:
-                self._on_all_ranks(decider, lambda: self._measure_again(decider, validation))
+                on_all_ranks(decider, lambda: measure_again(decider, validation))
             kept, dropped = choose_seeds(decider.growing.live(), tuple(keep), tuple(drop))
             if merge:
-                refuse_unfoldable(self._slots, kept)
+                remedy = "finish() keeps them as ordinary submodules; drop= omits them"
+                refuse_unfoldable(self._slots, kept, remedy)
             folded = [slot_id for slot_id in kept if can_fold(self._slots[slot_id])]
             source = build_in(self._slots, self._tap, kept, dropped)
         if ranks.rank() == 0:
-            print(self._conclusion(decider.growing, kept, dropped), flush=True)
+            print(conclusion(decider.growing, kept, dropped), flush=True)
         stay = {
             slot_id: list(decider.growing.modules[slot_id].parameters()) for slot_id in kept if slot_id not in folded
         }

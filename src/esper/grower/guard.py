@@ -115,6 +115,16 @@ class Guard:
         for parameter in self.growing.host.parameters():
             parameter.grad = None  # it belongs to the weights that are gone
 
+    def undo(self) -> tuple[list[StageChange], str]:
+        """Undo what growth has done since the last healthy step. Returns the changes of stage, and what was done."""
+        assert self.snapshot is not None
+        restored = self.snapshot.step
+        self.restore()
+        ticks = [change for _, change in self.growing.tick()]
+        pruned = self.prune_youngest()
+        named = ", ".join(f"{name} behind {change.slot_id}" for name, change in pruned)
+        return [*ticks, *(change for _, change in pruned)], f"restored step {restored} and pruned {named}"
+
     def prune_youngest(self) -> list[tuple[str, StageChange]]:
         """Prune the youngest seeds that are not committed. Returns their blueprints and changes."""
         ages = self.uncommitted()

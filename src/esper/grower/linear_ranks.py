@@ -181,6 +181,11 @@ def allocate(
         rank = ranks[profile.name] = ranks.get(profile.name, 0) + 1
         if rank < min(max_rank, len(profile.worths)):
             heapq.heappush(queue, (-profile.worths[rank] / profile.parameters, index))
+    if not ranks:
+        raise BadValueError(
+            "no layer earns a rank: the gradients of the two halves of the minibatches do not agree. Call suggest() "
+            "with more of them (minibatches=), with larger batches, or after some training"
+        )
     # PEFT takes the first key that a module's name ends with, so the longest stands first.
     return dict(sorted(ranks.items(), key=lambda item: -len(item[0])))
 

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from esper.grower.growing_model import GrowingModel
 from esper.grower.policies import OwnPolicy
 from esper.grower.records import GrowthRecord
 from esper.kasmina import SeedState
@@ -184,6 +186,29 @@ class RunLog:
         self._live = stack.enter_context(LiveFile(self.path))
         self._live.begin(0)
         self._closing = weakref.finalize(self, stack.pop_all().close)
+
+
+def describe_run(
+    growing: GrowingModel,
+    steps: int,
+    policy: str | Path | OwnPolicy,
+    seed_options: Mapping[str, Any] | None,
+    *,
+    own_loss: bool,
+) -> dict[str, Json]:
+    """What a Grower was built with. (Any: options of an optimizer)"""
+    slots = growing.slots.values()
+    return {
+        "host": type(growing.host).__name__,
+        "host_parameters": growing.host_parameters,
+        "budget": growing.budget,
+        "steps": steps,
+        "slots": {spec.slot_id: {"topology": spec.topology, "width": spec.width} for spec in slots},
+        "policy": policy_name(policy),
+        "own_loss": own_loss,
+        "rng_seed": growing.rng_seed,
+        "seed_options": encode(None if seed_options is None else dict(seed_options)),
+    }
 
 
 def policy_name(policy: str | Path | OwnPolicy) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.loss import _Loss
 
 from esper.grower.container import ModelSlots
 from esper.kasmina.attach import gathering_statistics
@@ -27,6 +28,17 @@ Forward = Callable[[nn.Module, Batch], Any]
 """(model, batch) → output of the model"""
 PIXELS = "loss=lambda output, batch: F.cross_entropy(output, batch[1], reduction='none').flatten(1).mean(1)"
 EXAMPLE = "loss=lambda output, batch: F.mse_loss(output, batch[1], reduction='none').flatten(1).mean(1)"
+
+
+def check_loss(loss: object) -> None:
+    """Raise for what cannot be the user's loss."""
+    if loss is not None and not callable(loss):
+        raise BadValueError(f"loss is a {type(loss).__name__}; pass a function of (output, batch)")
+    if isinstance(loss, _Loss):
+        raise BadValueError(
+            f"nn.{type(loss).__name__} takes (output, target); pass a function of (output, batch) that returns one "
+            f"value per sample, such as {EXAMPLE}"
+        )
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from esper.grower.growing_model import GrowingModel, silence_by_last_layer
 from esper.grower.scoring import Batch, RowRunner, Scorer, Statistics, eval_mode, to_device
@@ -52,13 +53,10 @@ class Trials:
         self, slot_id: str, blueprint: str, train: Sequence[Batch], held: Sequence[Batch], host: RowScore
     ) -> SeedTrial:
         """Train a newborn and compare the model with it with the score of the host."""
-        slot = self._newborn(slot_id, blueprint)
-        parameters = list(slot.parameters())
-        optimizer = make_optimizer(self.growing, slot_id, parameters, self.rate)
-        handle = self.growing.host.get_submodule(slot_id).register_forward_hook(
-            lambda _, args, output: slot(output).to(output.dtype)
-        )
+        slot, handle = self._newborn(slot_id, blueprint)
         try:
+            parameters = list(slot.parameters())
+            optimizer = make_optimizer(self.growing, slot_id, parameters, self.rate)
             for batch in train:
                 with training_pass(self.growing.host, self.runner, self.norms):
                     loss = self.scorer(self.growing.host, to_device(batch, self.growing.device)).losses.mean()
@@ -72,18 +70,19 @@ class Trials:
         difference = paired_difference(score, host)
         return SeedTrial(score.loss, difference.loss, difference.points)
 
-    def _newborn(self, slot_id: str, blueprint: str) -> SeedSlot:
-        """The seed that the grower would plant there next, in a slot of its own."""
+    def _newborn(self, slot_id: str, blueprint: str) -> tuple[SeedSlot, RemovableHandle]:
+        """The seed that the grower would plant there next, in a slot of its own, and the handle of its hook."""
         growing = self.growing
         spec, real = growing.slots[slot_id], growing.modules
         state = lifecycle.act_at_once(lifecycle.germinate(growing.states[0][slot_id], spec, blueprint))
         slot = SeedSlot(spec)
+        handle = slot.put_behind(growing.host.get_submodule(slot_id))
         rng_seed = derive_seed(growing.rng_seed, slot_id, state.germinations)
         slot.plant(state, rng_seed, like=growing.host.get_parameter(real.like[slot_id]))
         assert slot.seed is not None
         silence_by_last_layer(slot.seed)
         slot.role = Role.SHADOW
-        return slot
+        return slot, handle
 
     @torch.no_grad()
     def _score(self, held: Sequence[Batch]) -> RowScore:

@@ -1,5 +1,6 @@
 """What a model's empty slots would gain from a seed, estimated by one backward pass over a validation batch."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from esper.grower.growing_model import GrowingModel
 from esper.grower.scoring import Batch, RowRunner, Scorer, eval_mode
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.leyline import BlueprintOffer, SlotSpec
+from esper.leyline import SlotSpec
 from esper.tolaria.measurement import Sensing, make_newborns, sense
 
 
@@ -25,14 +26,7 @@ class ModelProber:
         streams, gradients = self._streams(batch)
         like = streams[0].device, streams[0].dtype
         if self._made_for != like:
-            # Seeds that read the input of a submodule are not sensed: what arrives here is its output.
-            ordinary = {
-                slot_id: replace(
-                    spec, blueprints=tuple(each for each in spec.blueprints if not _reads_input(spec, each))
-                )
-                for slot_id, spec in self.growing.slots.items()
-            }
-            self._newborns, self._made_for = make_newborns(ordinary, *like), like
+            self._newborns, self._made_for = make_newborns(sensed_slots(self.growing.slots), *like), like
         names, slot_ids = self.growing.slot_config.blueprint_names, list(self.growing.slots)
         open_slots = torch.ones(1, len(slot_ids), device=like[0])
         with torch.no_grad():
@@ -74,5 +68,14 @@ class ModelProber:
         return [h[None] for h, _ in pairs], [torch.zeros_like(h)[None] if g is None else g[None] for h, g in pairs]
 
 
-def _reads_input(slot: SlotSpec, offer: BlueprintOffer) -> bool:
-    return BlueprintRegistry.spec(slot.topology, offer.name).reads_input
+def sensed_slots(slots: Mapping[str, SlotSpec]) -> dict[str, SlotSpec]:
+    """The slots without the seeds that read the input of a submodule, since a probe only sees its output."""
+    return {
+        slot_id: replace(
+            spec,
+            blueprints=tuple(
+                offer for offer in spec.blueprints if not BlueprintRegistry.spec(spec.topology, offer.name).reads_input
+            ),
+        )
+        for slot_id, spec in slots.items()
+    }

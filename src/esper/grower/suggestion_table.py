@@ -135,7 +135,11 @@ class Suggestions(Sequence[Suggestion]):
         header += [f"loss saved in {self.trial} minibatches", unit] if self.trial else []
         lines = [
             [row.slot, row.blueprint, f"{row.parameters:,}", _shown(row.worth, "")]
-            + ([] if row.trial is None else [_shown(row.trial.gain, "+"), _shown(row.trial.points, "+", ".2f")])
+            + (
+                [_shown(row.trial.gain, "+"), _shown(row.trial.points, "+", ".2f")]
+                if row.trial
+                else [""] * len(header[4:])
+            )
             for row in self.rows
         ]
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]

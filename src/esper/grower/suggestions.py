@@ -22,9 +22,10 @@ from esper.grower.growing_model import GrowingModel
 from esper.grower.linear_ranks import LinearTap
 from esper.grower.scoring import Batch, Scorer, eval_mode, to_device
 from esper.grower.seed_trials import Trials, training_pass
+from esper.grower.sensing import sensed_slots
 from esper.grower.suggestion_table import Cost, SeedTrial, Suggestion, Suggestions, order
 from esper.kasmina.slot import fork_rng
-from esper.leyline import BadValueError, Measurement, SeedStage, SlotSpec
+from esper.leyline import BadValueError, Measurement, SeedStage
 from esper.leyline.numbers import require_positive, require_whole
 from esper.tolaria.measurement import make_newborns
 
@@ -192,10 +193,13 @@ class FirstOrder:
 
     def __init__(self, decider: Decider, cells: Iterable[Cell], linear: LinearTap | None) -> None:
         self.host, self.scorer, self.linear = decider.growing.host, decider.scorer, linear
-        self.vectors: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
-        """∂L/∂scale (width,) per minibatch"""
-        slots = decider.growing.slots
-        self.slots: dict[str, SlotSpec] = {slot_id: slots[slot_id] for slot_id, _ in self.vectors}
+        self.slots = sensed_slots(decider.growing.slots)
+        self.vectors: dict[Cell, list[Tensor]] = {
+            (slot_id, blueprint): []
+            for slot_id, blueprint in cells
+            if blueprint in {offer.name for offer in self.slots[slot_id].blueprints}
+        }
+        """∂L/∂scale (width,) per minibatch, of seeds that are sensed"""
         self._newborns: dict[Cell, nn.Module] = {}
 
     def add(self, batch: Batch, half: int) -> None:
@@ -240,7 +244,9 @@ class FirstOrder:
             self.vectors[slot_id, blueprint].append(effect.float().sum(axes))
 
     def worth(self, cell: Cell) -> Measurement:
-        """Norm of the mean gradient, and its standard error along its own direction."""
+        """Norm of the mean gradient, and its standard error along its own direction. 0 ± 0 if it is not sensed."""
+        if cell not in self.vectors:
+            return Measurement(0.0, 0.0)
         vectors = torch.stack(self.vectors[cell]).double()
         mean = vectors.mean(0)
         value = mean.norm()

@@ -11,10 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.layers import (
-    BatchNorm2d,
     Conv2d,
     Embedding,
-    LayerNorm,
     Linear,
     SelfAttention,
     Statistics,
@@ -22,6 +20,7 @@ from esper.kasmina.layers import (
     named_statistics,
     write_statistics,
 )
+from esper.kasmina.norms import BatchNorm2d, LayerNorm
 from esper.leyline import BadValueError, EsperError, HostMismatchError, SlotSpec, slot_id
 from esper.leyline.numbers import refuse, require_known
 

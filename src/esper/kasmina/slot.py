@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina import lifecycle
 from esper.kasmina.blending import BlendGate, blend, straight_through
@@ -94,7 +95,7 @@ class SeedSlot(nn.Module):
         if effect == "blend":
             # Under autocast the seed's scale is wider than the stream, which keeps its dtype.
             return blend(h, self.seed(x), self.alpha * conductance, self.state.style, self.gate).to(h.dtype)
-        full = blend(h.detach(), self.seed(x.detach()), conductance, self.state.style, self.gate)
+        full = blend(h.detach(), self.seed(x.detach()), conductance, self.state.style, self.gate).to(h.dtype)
         return full if effect == "shadow" else straight_through(h, full)
 
     def _read(self, h: Tensor, source: Tensor | None) -> Tensor:
@@ -122,10 +123,10 @@ class SeedSlot(nn.Module):
         passed: Tensor = self(output, source=args[0] if args else None)
         return passed
 
-    def put_behind(self, base: nn.Module) -> None:
+    def put_behind(self, base: nn.Module) -> RemovableHandle:
         """Let the slot act behind a submodule."""
         self._base = (base,)
-        base.register_forward_hook(self.hook)
+        return base.register_forward_hook(self.hook)
 
     @property
     def base(self) -> nn.Module | None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from esper.kasmina.blueprints.library import NormResidual, SqueezeExcite
-from esper.kasmina.layers import Conv2d, GroupNorm, Scale
+from esper.kasmina.layers import Conv2d, Scale
+from esper.kasmina.norms import GroupNorm
 
 MOST_CHANNELS = 128
 MOST_VALUES = 16_384  # of a sample at the widest place: 64 KiB in float32

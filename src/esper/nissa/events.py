@@ -7,7 +7,8 @@
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
 | GrowthFinished | finished | `events.jsonl` of a Grower, which also has stage and panic |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
-| RunBegun, RunResumed, RunEnded, CompileFailed | begun, resumed, ended, compile_failed | `sessions.jsonl` |
+| RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
+| CompileFailed, RankStraggled | compile_failed, straggled | `sessions.jsonl` |
 | StepTaken | step | `live.jsonl`, emptied every round |
 
 The first two files depend only on the seed, apart from the seconds that a round took: a run that was killed and resumed
@@ -231,16 +232,19 @@ class CompileFailed:
     why: str  # the compiler's error
 
 
-Event = (
-    HostEvent
-    | StepTaken
-    | EpisodeEnded
-    | AlarmRaised
-    | RoundExamined
-    | RoundMeasured
-    | RunBegun
-    | RunEnded
-    | CompileFailed
+@dataclass(frozen=True)
+class RankStraggled:
+    """All other ranks have waited for this one, for some rounds."""
+
+    kind: ClassVar[str] = "straggled"
+    time: str
+    round: int
+    rank: int
+    why: str
+
+
+Event = (HostEvent | StepTaken | EpisodeEnded | AlarmRaised | RoundExamined | RoundMeasured) | (
+    RunBegun | RunEnded | CompileFailed | RankStraggled
 )
 
 

@@ -131,13 +131,17 @@ class RewardNormalizer:
         self.gamma, self.statistics = gamma, RunningMeanStd(1)
         self.returns = torch.zeros(n_envs, dtype=torch.float64)
 
-    def __call__(self, rewards: Tensor, done: Tensor) -> Tensor:
-        """Update with one step's rewards and episode ends, (n_envs,) both. Returns the scaled rewards."""
+    def __call__(self, rewards: Tensor, done: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Update with one step's rewards and episode ends, (n_envs,) both. Returns the scaled rewards.
+
+        `chosen` (n_envs,) bool limits which envs count; the rewards of the others are 0.
+        """
         if rewards.shape != self.returns.shape or done.shape != self.returns.shape:
             shapes = tuple(rewards.shape), tuple(done.shape)
             raise BadValueError(f"rewards and done of shapes {shapes}; wanted {tuple(self.returns.shape)} for both")
         self.returns = self.returns * self.gamma + rewards.double()
-        self.statistics.update(self.returns.unsqueeze(1))
+        counted = self.returns if chosen is None or bool(chosen.all()) else self.returns[chosen]
+        self.statistics.update(counted.unsqueeze(1))
         self.returns = self.returns.where(~done, 0.0)
         mean, var = self.statistics.mean, self.statistics.var
         differed = var > VARIANCE_FLOOR * mean.square()  # relative, so that tiny rewards are scaled like others

@@ -12,7 +12,7 @@ objective on held-out hosts.
 """
 
 import json
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -23,11 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, head_preset
+from esper.leyline import BadValueError, HeadPreset, LifecycleOp, head_preset
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.simic.agent import PPOAgent
-from esper.simic.evaluation.workers import run_with
+from esper.simic.distributed import World
+from esper.simic.evaluation.arena import Arena, envs_at_once
+from esper.simic.evaluation.dealing import run_dealt
 from esper.simic.evaluation.yardsticks import extensions
 from esper.simic.offline.critic import fit_critic
 from esper.simic.offline.imitation import ImitationConfig, accuracy, evaluate_steps, fit_actor, set_statistics
@@ -36,8 +38,11 @@ from esper.simic.offline.selection import softmax_by_group
 from esper.simic.offline.transitions import Transitions, from_episodes, join
 from esper.simic.training.config import TeachConfig, TrainConfig
 from esper.simic.training.policy_files import copy_knowledge
+from esper.simic.training.together import Learner
+from esper.simic.training.trainer import Begin
 from esper.simic.tuning import Search, Trials
-from esper.storage.files import replace_file
+from esper.simic.tuning.dealt import try_on_ranks
+from esper.storage.files import remove_leftovers, replace_file
 from esper.tamiyo.policies import Plan
 from esper.tolaria import Task, get_task
 
@@ -133,17 +138,27 @@ class Lessons(NamedTuple):
 
 
 def read_lessons(config: TrainConfig, agent: PPOAgent, folder: Path) -> Lessons:
-    """The recorded episodes of all tasks in the columns of the agent."""
+    """The recorded episodes of all tasks in the columns of the agent. Their order does not depend on the files."""
     parts, numbers = [], list[tuple[Tensor, ...]]()
     for number, name in enumerate(config.tasks):
-        records = Records.open(folder / name)
+        files = Records.open(folder / name)
+        records = Records(files.shards, tuple(sorted(files.policies)))
         episodes, header = records.episodes(), records.header
-        parts.append(from_episodes(episodes, header, reward=config.reward, layout=agent.layout))
-        hosts, plans = episodes.host_seed.unique(return_inverse=True)[1], episodes.policy.long()
+        rows = each_pair_once(episodes.host_seed, episodes.policy)
+        parts.append(from_episodes(episodes, header, reward=config.reward, layout=agent.layout).part(rows))
+        hosts, plans = episodes.host_seed[rows].unique(return_inverse=True)[1], episodes.policy[rows].long()
         apart = (values * len(config.tasks) + number for values in (hosts, plans))  # no two tasks share a number
         task = torch.full_like(hosts, number)
-        numbers.append((episodes.objective(config.reward.rho), *apart, task))
+        numbers.append((episodes.objective(config.reward.rho)[rows], *apart, task))
     return Lessons(join(parts), *map(torch.cat, zip(*numbers, strict=True)))
+
+
+def each_pair_once(hosts: Tensor, plans: Tensor) -> Tensor:
+    """Rows by host and plan, each pair once: a search that was killed and divided otherwise plays some again."""
+    pairs = torch.stack([hosts.long(), plans.long()], 1)
+    found, index = pairs.unique(dim=0, return_inverse=True)
+    rows = torch.arange(len(pairs))
+    return torch.full((len(found),), len(pairs)).scatter_reduce(0, index, rows, "amin")
 
 
 def mean_by(values: Tensor, groups: Tensor) -> Tensor:
@@ -249,16 +264,31 @@ def imitate_plans(
     return student
 
 
-def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 1, progress: bool = True) -> None:
+OpenArena = Callable[[Task, HeadPreset], Arena]  # opens the arena of a search
+
+
+def teach(
+    config: TrainConfig,
+    agent: PPOAgent,
+    folder: Path,
+    *,
+    workers: int = 1,
+    progress: bool = True,
+    open_own: OpenArena | None = None,
+    records: Path | None = None,
+    world: World | None = None,
+) -> None:
     """Search plans, write their records to the run's folder, and make the agent imitate the best ones.
 
-    The agent gets the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU,
-    where the records are.
+    In a world of several ranks the others call `serve_trials` for the search, and rank 0 imitates alone. The agent gets
+    the weights of the actor, a critic, and frozen statistics of observations. Its student is on the CPU, where the
+    records are. `open_own`: opens the arenas of the search, if it shares their fleets with others. `records`: folder of
+    the records instead of the run's. Episodes that an earlier process recorded are not played again.
     """
     teaching, settings = folder / FOLDER, config.teach
-    shutil.rmtree(teaching, ignore_errors=True)  # of a run that was killed here
-    search_all(config, teaching / RECORDS, workers, progress=progress)
-    lessons = read_lessons(config, agent, teaching / RECORDS)
+    records = records or teaching / RECORDS
+    search_all(config, records, workers, progress=progress, open_own=open_own, world=world)
+    lessons = read_lessons(config, agent, records)
     total = settings.epochs * (len(settings.betas) * len(settings.pooling) * settings.folds + 1)
     with progress_bar("imitating", total, shown=progress) as advance:
         choices = choose(settings, agent, lessons, config.seed, advance)
@@ -274,7 +304,31 @@ def teach(config: TrainConfig, agent: PPOAgent, folder: Path, *, workers: int = 
         "choices": encode(choices),
         "accuracy": encode(accuracy(student, lessons.weighted(best.imitated))),
     }
+    teaching.mkdir(exist_ok=True)
     replace_file(teaching / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def shared_arenas(learner: Learner, learners: int, device: str, data_dir: Path | None) -> OpenArena:
+    """What opens the arenas of a learner that shares its fleets with others."""
+    # On the CPU a search has fleets of the size that it has alone, so that its records are the same to the bit.
+    at_once = envs_at_once(device) // (1 if torch.device(device).type == "cpu" else learners)
+
+    def open_own(task: Task, preset: HeadPreset) -> Arena:
+        settings = {"device": device, "data_dir": data_dir, "at_once": at_once}
+        return Arena(task, preset, make_fleet=learner.search_fleet, **settings)  # type: ignore[arg-type]  # by name
+
+    return open_own
+
+
+def teach_shared(config: TrainConfig, learner: Learner, learners: int) -> Begin:
+    """What teaches one of several learners, whose searches share their fleets."""
+
+    def begin(agent: PPOAgent, folder: Path) -> None:
+        open_own = shared_arenas(learner, learners, config.device, config.data_dir)
+        teach(config, agent, folder, progress=False, open_own=open_own)
+        learner.end_search()
+
+    return begin
 
 
 def teach_critic(agent: PPOAgent, weighted: Transitions, lessons: Lessons, config: TrainConfig) -> None:
@@ -284,12 +338,26 @@ def teach_critic(agent: PPOAgent, weighted: Transitions, lessons: Lessons, confi
     fit_critic(agent, lessons.data.part(drawn), lessons.tasks[drawn], config.reward.gamma, generator)
 
 
-def search_all(config: TrainConfig, records: Path, workers: int, *, progress: bool = True) -> None:
+def search_all(
+    config: TrainConfig,
+    records: Path,
+    workers: int,
+    *,
+    progress: bool = True,
+    open_own: OpenArena | None = None,
+    world: World | None = None,
+) -> None:
     """Search plans for every task of a run with equal shares of the episodes, and record all of them."""
     check_episodes(config)
-    total, preset = config.teach.episodes, head_preset(config.preset).name
-    with progress_bar("searching plans", total, shown=progress) as advance, run_with(workers) as run_all:
+    world, total, preset = world or World(), config.teach.episodes, head_preset(config.preset)
+    with (
+        progress_bar("searching plans", total, shown=progress) as advance,
+        run_dealt(world, workers, records) as (run_all, _),
+    ):
         for name in config.tasks:
-            trials = Trials(name, "schedule", preset, config.seed, config.device, config.data_dir, records / name)
-            evaluate = partial(trials, run_all, workers, advance)
+            remove_leftovers(records / name)
+            arena = None if open_own is None else open_own(get_task(name), preset)
+            where = (world.device(config.device), config.data_dir, records / name)
+            trials = Trials(name, "schedule", preset.name, config.seed, *where, arena=arena)
+            evaluate = partial(try_on_ranks, world, trials, run_all, workers, advance)
             search_plans(Search(evaluate, total // len(config.tasks), config.seed), get_task(name))

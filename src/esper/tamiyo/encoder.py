@@ -4,8 +4,8 @@
     host ───────────────────┼──────────┴─ trunk ─ memory ─ core
                             └─ embeddings of the slots
 
-The memory is an LSTM, or a window of the last four observations. The same weights serve any number of slots. A plain
-vector has a trunk and a memory alone.
+The memory is an LSTM, a window of the last four observations, or a layer that remembers nothing. The same weights serve
+any number of slots. A plain vector has a trunk and a memory alone.
 """
 
 import math
@@ -41,9 +41,11 @@ class NetworkConfig:
     head: int = 64
     """Width of the actor's and the critic's layer after the memory."""
     memory: MemoryKind = "lstm"
-    """What it remembers by: an LSTM, or a window of the last four observations."""
+    """What it remembers by: an LSTM, a window of the last four observations, or nothing (`off`: feed-forward)."""
+    memory_layers: int = 1
+    """Layers of the LSTM."""
     recurrent: bool = True
-    """Off: every step starts from an empty hidden state."""
+    """Off: every step starts from an empty hidden state, to measure what memory is worth with the same weights."""
     informed_critic: bool = True
     """Off: the critic does not get its own columns, and so knows nothing of the control."""
     head_gain: float = 0.01
@@ -54,8 +56,13 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         for name in ("encoder", "hidden", "head"):
             require_whole(name, getattr(self, name), MIN_WIDTH)
-        require_whole("encoder_layers", self.encoder_layers, 1)
+        for name in ("encoder_layers", "memory_layers"):
+            require_whole(name, getattr(self, name), 1)
         require_known("memory", self.memory, MEMORIES)
+        if self.memory_layers > 1 and self.memory != "lstm":
+            raise BadValueError(
+                f"memory_layers {self.memory_layers} with memory {self.memory!r}; only an LSTM has layers"
+            )
         require_positive("head_gain", self.head_gain, remark="; with 0, no gradient would pass the heads")
         if not all(math.isfinite(bias) for bias in self.first_bias):
             raise BadValueError(f"first_bias {self.first_bias!r} is not finite")
@@ -63,7 +70,8 @@ class NetworkConfig:
     @property
     def state_size(self) -> int:
         """Numbers in each of the two parts of a hidden state."""
-        return self.hidden if self.memory == "lstm" else (WINDOW - 1) * self.encoder
+        sizes = {"lstm": self.memory_layers * self.hidden, "window": (WINDOW - 1) * self.encoder, "off": 0}
+        return sizes[self.memory]
 
 
 class Stretches(NamedTuple):
@@ -103,7 +111,7 @@ class RecurrentEncoder(nn.Module):
         # one of 0.1. (CartPole without velocities, 20 to 40 k steps: returns around 190 with it, 350 without.)
         widths = [inputs, *[width] * config.encoder_layers]
         self.trunk = nn.Sequential(*(part for sizes in pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())))
-        self.memory = MEMORIES[config.memory](width, config.hidden)
+        self.memory = MEMORIES[config.memory](width, config.hidden, config.memory_layers)
 
     @torch.no_grad()
     def draw_weights(self, last: Container[nn.Module] = ()) -> None:

@@ -5,8 +5,8 @@
                             └───────── embeddings ────────┼──────────────────┴──────────────────┘
     critic's own columns ─────────────────────────────────┴─ critic ─ value
 
-The memory is an LSTM, or a window of the last four observations. The same weights serve any number of slots. Without
-slots it is a plain actor-critic with one linear layer per head. It runs in float32.
+The memory is an LSTM, a window of the last four observations, or a layer that remembers nothing. The same weights serve
+any number of slots. Without slots it is a plain actor-critic with one linear layer per head. It runs in float32.
 """
 
 import math

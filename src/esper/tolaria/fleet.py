@@ -27,7 +27,7 @@ from esper.tolaria.engine import rate_factor
 from esper.tolaria.governor import Governor, GovernorConfig, Panic, SnapshotStore
 from esper.tolaria.graphs import MinibatchGraphs
 from esper.tolaria.lifecycles import Lifecycles
-from esper.tolaria.measurement import measure, measure_committed
+from esper.tolaria.measurement import Prober, measure, measure_committed
 from esper.tolaria.memory import ValidationMemory, default_budget, memory_guard
 from esper.tolaria.passes import StackedHost, row_losses
 from esper.tolaria.rows import LEAST_ROWS, PassPlan, input_tiles, make_plan
@@ -241,6 +241,10 @@ class HostFleet:
         with memory_guard(self, "validating"):
             self.update_plan()
             return measure_committed(self, self._memory, self.batches.test() if final else self._end)
+
+    def prober(self) -> Prober:
+        """What probes the slots of all envs."""
+        return Prober(self)
 
     @cached_property
     def _memory(self) -> ValidationMemory:

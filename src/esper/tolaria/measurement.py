@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from esper.tolaria.fleet import HostFleet
 
 TINY = torch.finfo(torch.float32).tiny
+PROBED_ROWS = 8
+"""On the CPU a fleet's newborns see a multiple of this number of rows. Convolutions and products choose their kernels,
+and so the last bits of their results, by the number of images; with spare rows no bit depends on the fleet's size."""
 
 
 def measure(fleet: "HostFleet", memory: ValidationMemory, *, deployed: bool = True) -> list[Comparison]:
@@ -124,21 +127,22 @@ def sense(
     streams: Sequence[Tensor],
     gradients: Sequence[Tensor],
     conductance: Tensor,
+    multiple: int = 1,
 ) -> Sensing:
     """Sense R rows from the stream (R, B, …) at each slot, the loss gradient there, and the conductance (R, S).
 
     A seed's effect is y = h + c·scale·f(h), where c is what the host lets through, its conductance. It is born with
     scale = 0, so the first-order worth of a blueprint in a slot is |∂L/∂scale| = |c · Σ g·f(h)| with g = ∂L/∂h.
-    No device sync.
+    Newborns see a multiple of `multiple` rows. No device sync.
     """
     rms, rank = (torch.stack(columns, 1) for columns in zip(*map(_shape_of, streams), strict=True))
     norms = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients], 1)
     gradient = norms / norms.sum(1, keepdim=True).clamp(min=TINY)
     worths = [
-        worths_of([newborns.get((slot_id, name)) for name in names], h, g, let_through)
-        for slot_id, h, g, let_through in zip(slot_ids, streams, gradients, conductance.unbind(1), strict=True)
+        worths_of([newborns.get((slot_id, name)) for name in names], *(_filled(part, multiple) for part in taps))
+        for slot_id, *taps in zip(slot_ids, streams, gradients, conductance.unbind(1), strict=True)
     ]
-    offers = torch.stack(worths, 1)
+    offers = torch.stack(worths, 1)[: len(conductance)]
     offers = offers / offers.flatten(1).amax(1).clamp(min=TINY)[:, None, None]
     return Sensing(rms, rank, gradient, offers)
 
@@ -188,9 +192,20 @@ class Prober:
 
     def __call__(self) -> Sensing:
         """Probe all envs on the minibatch that they will train on next. No device sync."""
-        fleet = self.fleet
-        taps = self.taps(fleet.step_index * fleet.task.batches_per_step)
-        return Sensing(*(column[: fleet.n] for column in sense(self.names, list(fleet.slots), self.newborns, *taps)))
+        return self.sense_rows(self.next_taps(), range(self.fleet.n))
+
+    def next_taps(self) -> Taps:
+        """Those of the minibatch that all envs will train on next."""
+        return self.taps(self.fleet.step_index * self.fleet.task.batches_per_step)
+
+    def sense_rows(self, taps: Taps, rows: range) -> Sensing:
+        """What the taps of these rows tell of their slots."""
+        streams, gradients = (
+            [part[rows.start : rows.stop] for part in parts] for parts in (taps.streams, taps.gradients)
+        )
+        conductance = taps.conductance[rows.start : rows.stop]
+        multiple = PROBED_ROWS if self.fleet.device.type == "cpu" else 1
+        return sense(self.names, list(self.fleet.slots), self.newborns, streams, gradients, conductance, multiple)
 
     def taps(self, minibatch: int) -> Taps:
         """One backward pass of all envs over the minibatch with this number of the episode."""
@@ -201,6 +216,12 @@ class Prober:
         gradients = torch.autograd.grad(row_losses(result.output, targets).sum(), streams)
         conductance = torch.stack([fleet.host.buffers["conductance"][:, place] for place in places], 1)
         return Taps(streams, gradients, conductance)
+
+
+def _filled(rows: Tensor, multiple: int) -> Tensor:
+    """Rows (R, …), the last one repeated until their number is a multiple."""
+    spare = -len(rows) % multiple
+    return torch.cat([rows, rows[-1:].expand(spare, *rows.shape[1:])]) if spare else rows
 
 
 def _shape_of(h: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from esper.kasmina.compare import RowScore
 from esper.kasmina.hosts import ConvSegment, Host, PooledSegment, PoolSegment
-from esper.kasmina.layers import BatchNorm2d, RowCall, Statistics
+from esper.kasmina.layers import RowCall, Statistics
+from esper.kasmina.norms import BatchNorm2d
 from esper.kasmina.row_hints import living_rows, shared_inputs
 from esper.kasmina.row_layout import add_into_rows, add_rows, cat_rows, copy_rows, share_rows, split_rows, take_rows
 from esper.tolaria.banks import StackedWeights

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -216,6 +217,20 @@ _CIFAR_BASELINE = replace(
     flip=True,
     optimiser=OptimiserConfig(rate=0.1),
 )
+# Long episodes, in which a seed has time to pay its rent, and a budget for about two of the five places, so that a plan
+# has to choose. benchmarks/plan_table.py measures what a choice of these is worth.
+GROWTH_EPOCHS, GROWTH_BUDGET = 12, 6_000
+_CIFAR_TRAINING = 40_000  # images that are neither validation nor test
+_CIFAR_GROWTH = replace(
+    _CIFAR_BASELINE,
+    name="cifar_growth",
+    why="CIFAR-10 in long episodes: five places to grow, and parameters for about two",
+    slot_ids=("r0c0", "r1c0", "r0c1", "r1c1", "r1c2"),
+    batches_per_step=round(GROWTH_EPOCHS * _CIFAR_TRAINING / (_CIFAR_BASELINE.batch * _CIFAR_BASELINE.steps)),
+    budget=GROWTH_BUDGET,
+)
+# Each block is sound, or has a 1×1 kernel and a quarter of its width.
+VARIED_DESIGNS = tuple("-".join(blocks) for blocks in product(("3w", "1n"), repeat=3))
 for _task in (
     _DIGITS_BLIND,
     replace(
@@ -257,6 +272,14 @@ for _task in (
         why="CIFAR-10 on five blocks, 8 to 128 channels: more slots, wider ones",
         build_host=lambda: CNNHost((8, 16, 32, 64, 128), 3, 5, 10),
         slot_ids=(*AFTER_POOLS, "r1c3", "r1c4"),
+    ),
+    _CIFAR_GROWTH,
+    replace(
+        _CIFAR_GROWTH,
+        name="cifar_varied",
+        why="CIFAR-10 on badly sized designs: where to grow differs from host to host and can be sensed",
+        build_host=lambda: CNNHost((8, 16, 32), 3, 3, 10, masked=True),
+        defects=VARIED_DESIGNS,
     ),
     Task(
         name="shakespeare_char",

@@ -15,11 +15,14 @@ from gymnasium.wrappers import FlattenObservation
 
 from esper.leyline import BadValueError, CheckpointError
 from esper.simic.agent import Learned, LearnProgress, NotFiniteError, PPOConfig, SpaceError, learn
-from esper.simic.agent.checkpoint import agent_tensors
-from esper.simic.agent.environments import EnvBatch, SpaceCodec
-from esper.simic.agent.learning import RewardScale, RolloutCollector
+from esper.simic.agent.checkpoint import agent_tensors, restore_tensors
+from esper.simic.agent.collector import RolloutCollector
+from esper.simic.agent.environments import LocalBatch
+from esper.simic.agent.learning import RewardScale
 from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.spaces import SpaceCodec
 from esper.tamiyo import EmptyMaskError, NetworkConfig
+from esper.tamiyo.memory import MemoryKind
 
 SMALL = PPOConfig(NetworkConfig(encoder=8, hidden=8, head=8), steps=8, epochs=2, minibatches=2)
 Made = Callable[[], gym.Env[Any, Any]]
@@ -70,10 +73,10 @@ class Bandit(gym.Env[Any, Any]):
 
 def collect(make: Made, config: PPOConfig = SMALL, n: int = 4) -> tuple[RolloutCollector, list[Bandit]]:
     """A collector after one round, and its environments."""
-    envs = EnvBatch(make, n)
+    envs = LocalBatch([make() for _ in range(n)])
     agent = PPOAgent(envs.codec.table, envs.codec.layout, config, total_updates=10)
     collector = RolloutCollector(envs, agent, [])
-    envs.reset(0)
+    envs.begin(range(n), range(n))
     collector.collect()
     return collector, [env for env in envs.envs if isinstance(env, Bandit)]
 
@@ -107,12 +110,33 @@ def test_learns_on_every_kind_of_space(make: Made) -> None:
     [
         lambda: Bandit(spaces.Box(-1, 1, (2,), np.float32)),
         lambda: Bandit(spaces.MultiDiscrete(np.array([[2, 2]]))),
-        lambda: Bandit(seen=spaces.Dict({"a": spaces.Discrete(2)})),
+        lambda: Bandit(spaces.Dict({"a": spaces.Discrete(2)})),
     ],
 )
 def test_refuses_other_spaces(make: Made) -> None:
     with pytest.raises(SpaceError, match="allowed"):
         learn(make, total_steps=64, config=SMALL, progress=False)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-1, 1, (2,), np.float32)}),
+        spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3)]),
+        spaces.MultiDiscrete(np.array([2, 3])),
+        spaces.MultiBinary(3),
+    ],
+)
+def test_refuses_nested_observations(seen: spaces.Space[Any]) -> None:
+    """The error names the space and the remedy, which works."""
+
+    class Nested(Bandit):
+        def _see(self) -> Any:
+            return seen.sample()
+
+    with pytest.raises(SpaceError, match=rf"{re.escape(str(seen))}; allowed: Box, Discrete; .*FlattenObservation"):
+        learn(lambda: Nested(seen=seen), total_steps=64, config=SMALL, progress=False)
+    learn(lambda: FlattenObservation(Nested(seen=seen)), total_steps=16, n_envs=2, config=SMALL, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +370,31 @@ def test_a_category_that_the_space_lacks_is_refused(observation: int) -> None:
     assert row.tolist() == [7.0] * 3
     codec.write_observation(5, row)
     assert row.tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(("memory", "layers"), [("off", 1), ("lstm", 2)])
+def test_other_memories_learn_and_come_back(memory: MemoryKind, layers: int, tmp_path: Path) -> None:
+    """A feed-forward policy and a deeper LSTM: trained, saved and loaded; no other network reads their file."""
+    network = replace(SMALL.network, memory=memory, memory_layers=layers)
+    learned = learn(
+        lambda: Bandit(length=3), total_steps=64, n_envs=4, config=replace(SMALL, network=network), progress=False
+    )
+    learned.save(tmp_path / "policy")
+    again = Learned.load(tmp_path / "policy", lambda: Bandit(length=3))
+    assert again.evaluate(3, seed=1, greedy=False) == learned.evaluate(3, seed=1, greedy=False)
+    assert again.agent.config.network == network
+    parts = [part.shape for part in again.act(np.zeros(2))[1]]
+    assert parts == [(1, 8 * layers if memory == "lstm" else 0)] * 2
+    other = PPOAgent(learned.agent.table, learned.agent.layout, SMALL)
+    with pytest.raises(CheckpointError, match="tensor"):
+        restore_tensors(other, agent_tensors(learned.agent), "policy")
+    text = (tmp_path / "policy" / "agent.json").read_text()
+    assert text.count(f'"memory_layers": {layers}') == 1
+    (tmp_path / "policy" / "agent.json").write_text(text.replace(f'"memory_layers": {layers}', '"memory_layers": 3'))
+    with pytest.raises(CheckpointError, match="changed"):
+        Learned.load(tmp_path / "policy")
+    with pytest.raises(BadValueError, match="start is trained further with its own config"):
+        learn(lambda: Bandit(length=3), total_steps=96, n_envs=4, config=SMALL, start=again, progress=False)
 
 
 def test_environments_are_closed_when_one_fails() -> None:

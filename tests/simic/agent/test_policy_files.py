@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "policy.safetensors"
 
 
-@pytest.mark.parametrize("memory", ["lstm", "window"])
+@pytest.mark.parametrize("memory", ["lstm", "window", "off"])
 def test_it_acts_as_it_did(memory: MemoryKind, tmp_path: Path) -> None:
     """Over several steps, to the bit; its statistics no longer move."""
     agent = make_agent(memory)

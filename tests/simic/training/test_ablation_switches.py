@@ -17,10 +17,11 @@ from esper.leyline import BLEND_STYLES, UnknownNameError, head_preset
 from esper.simic.agent import PPOAgent, losses
 from esper.simic.agent.losses import compute_per_head_advantages
 from esper.simic.rewards import RewardConfig
-from esper.simic.training.collect import RoundCollector, RoundRecord
+from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig, growth_ppo
 from esper.simic.training.episode import EpisodeRunner
 from esper.simic.training.hosts import Groups
+from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import RunFolder, read_config
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.features import SENSED, growth_layout
@@ -30,6 +31,7 @@ from esper.tolaria import HostFleet, HostTrainer
 SWITCHES: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "no shaping": ([], "[reward]\nshaping = 0", {"reward.shaping": 0.0}),
     "no memory": ([], "[ppo.network]\nrecurrent = false", {"ppo.network.recurrent": False}),
+    "feed-forward": ([], "[ppo.network]\nmemory = 'off'", {"ppo.network.memory": "off"}),
     "critic without the control": ([], "ppo.network.informed_critic = false", {"ppo.network.informed_critic": False}),
     "joint clipping": ([], "[ppo]\nclipping = 'joint'", {"ppo.clipping": "joint"}),
     "lambda 1": ([], "[ppo]\nlam = 1", {"ppo.lam": 1.0}),

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from esper.kasmina import CNNHost
 from esper.leyline import BadValueError, UnknownNameError, head_preset, objective
+from esper.leyline.records import encode
+from esper.simic.evaluation.policies import PolicySpec, make_policy
 from esper.simic.evaluation.results import Result
 from esper.simic.training.episode import EpisodeRunner, play_episode
 from esper.simic.training.hosts import Groups
@@ -77,6 +80,32 @@ def test_rent_is_relative_to_each_host() -> None:
     assert result.objective == pytest.approx(wanted)
     assert result.gains(task) == pytest.approx([10.0, 10.0])
     assert json.loads(json.dumps(result.host_params)) == list(SIZES.values())
+
+
+def test_told_follows_the_plan_of_each_design(tmp_path: Path) -> None:
+    """From a file of plans by design: the narrow host grows, the wide one waits."""
+    task = task_of(NARROW, WIDE)
+    seeds = [seed_of(task, kind) for kind in (NARROW, WIDE)]
+    plans = {NARROW: Plan((PlannedSeed("r1c0", "conv_light", 0),)), WIDE: Plan()}
+    (tmp_path / "told.json").write_text(json.dumps(encode(plans)))
+    groups = Groups(2, 1)
+    runner = EpisodeRunner(HostFleet(task, groups.hosts), groups, head_preset("core"))
+    policy = make_policy(PolicySpec.parse(f"told:{tmp_path / 'told.json'}"), task, runner.table)
+    runner.begin(seeds)
+    state = policy.initial_state(seeds)
+    last = play_episode(runner, lambda view: policy.act(view, state, torch.zeros(2, len(runner.table)))[0])
+    assert last.fossil_parameters.tolist() == [SEED + REVIVED, 0]
+
+
+def test_the_designs_of_cifar_varied() -> None:
+    """Each block is sound or has a centre tap and a quarter of its channels; the intact host is one of eight."""
+    task = get_task("cifar_varied")
+    sizes = {task.defect_of(seed): task.size_of(seed) for seed in range(100)}
+    assert len(sizes) == 8
+    assert max(sizes, key=lambda kind: sizes[kind]) == "3w-3w-3w"
+    # One input per tap: 3·1 → 2, 2·1 → 4, 4·1 → 8 channels with norms, and 8 · 10 + 10 for the classes.
+    assert sizes["1n-1n-1n"] == (3 + 2) * 2 + (2 + 2) * 4 + (4 + 2) * 8 + 90
+    assert sizes["3w-3w-3w"] == task.host_parameters == get_task("cifar_growth").host_parameters
 
 
 @pytest.mark.parametrize(

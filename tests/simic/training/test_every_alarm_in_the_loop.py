@@ -25,6 +25,7 @@ from esper.simic.telemetry.detector import DRIFT_WARMUP
 from esper.simic.telemetry.rules import RULES
 from esper.simic.training import collect
 from esper.simic.training.collect import action_draws
+from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import EXTRAS, checkpoints_of
 from esper.simic.training.trainer import Trainer
 
@@ -211,7 +212,7 @@ def change_behind_the_back(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """After a round was collected, somebody touches the weights."""
     collected = trainer.collector.collect
 
-    def then_touch(round_index: int) -> list[collect.RoundRecord]:
+    def then_touch(round_index: int) -> list[RoundRecord]:
         records = collected(round_index)
         shift(op_bias(trainer.agent)[WAIT], 0.004)
         return records

@@ -11,7 +11,8 @@ from simic.training.tiny import tiny_task
 from esper.cli.train import TrainCommand
 from esper.leyline import BadValueError, DataError
 from esper.simic.training.config import TrainConfig, read_settings
-from esper.simic.training.trainer import Trainer, make_runner
+from esper.simic.training.runners import make_runner
+from esper.simic.training.trainer import Trainer
 from esper.tolaria import get_task
 
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina.blueprints.registry import BlueprintRegistry
-from esper.kasmina.layers import Conv2d, GroupNorm, LayerNorm, Linear, Scale, SelfAttention
+from esper.kasmina.layers import Conv2d, Linear, Scale, SelfAttention
+from esper.kasmina.norms import GroupNorm, LayerNorm
 from esper.leyline import TOPOLOGIES
 
 CHANNELS_PER_GROUP = 16  # at least, so that a norm works even on a one-pixel image

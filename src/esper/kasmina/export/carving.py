@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from esper.kasmina.export.source import ExportError
 from esper.kasmina.hosts import ClassifierSegment, CNNHost, ConvSegment, Host, Segment
-from esper.kasmina.layers import BatchNorm2d, Conv2d, Linear, Statistics, named_statistics
+from esper.kasmina.layers import Conv2d, Linear, Statistics, named_statistics
+from esper.kasmina.norms import BatchNorm2d
 from esper.leyline import slot_id
 
 Module = TypeVar("Module", bound=nn.Module)

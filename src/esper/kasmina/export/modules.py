@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina import layers
+from esper.kasmina import layers, norms
 from esper.kasmina.export.source import (
     Call,
     ExportError,
@@ -178,9 +178,9 @@ LAYERS: dict[type[nn.Module], Callable[[Any, Exporter], Call]] = {  # Any: a lay
     layers.Linear: lambda layer, exporter: call(
         "nn.Linear", layer.inputs, layer.outputs, **_unless(bias=(layer.bias is not None, True))
     ),
-    layers.BatchNorm2d: lambda layer, exporter: _norm("BatchNorm2d", layer, layer.width),
-    layers.GroupNorm: lambda layer, exporter: _norm("GroupNorm", layer, layer.groups, layer.width),
-    layers.LayerNorm: lambda layer, exporter: _norm("LayerNorm", layer, layer.width),
+    norms.BatchNorm2d: lambda layer, exporter: _norm("BatchNorm2d", layer, layer.width),
+    norms.GroupNorm: lambda layer, exporter: _norm("GroupNorm", layer, layer.groups, layer.width),
+    norms.LayerNorm: lambda layer, exporter: _norm("LayerNorm", layer, layer.width),
     layers.Embedding: lambda layer, exporter: call("nn.Embedding", layer.entries, layer.width),
     layers.Scale: lambda layer, exporter: call(exporter.twin("Scale", SCALE), layer.weight.numel()),
 }

@@ -47,11 +47,15 @@ class SavedAgent:
 
 def save_agent(agent: PPOAgent, folder: Path, extras: Mapping[str, object] | None = None) -> None:
     """Write an agent; `extras` are frozen dataclasses to store with it."""
+    content = {"agent": encode(plain_agent(agent)), **{name: encode(value) for name, value in (extras or {}).items()}}
+    write_stored(folder, AGENT, content, agent_tensors(agent))
+
+
+def plain_agent(agent: PPOAgent) -> SavedAgent:
+    """Everything of an agent but its tensors."""
     counters = agent.total_updates, agent.updates, agent.failures, len(agent.returns.statistics.mean)
     made_of = agent.table, agent.layout, agent.config, agent.compile_mode
-    saved = SavedAgent(*made_of, *counters, agent.observations.frozen, agent.start is not None)
-    content = {"agent": encode(saved), **{name: encode(value) for name, value in (extras or {}).items()}}
-    write_stored(folder, AGENT, content, agent_tensors(agent))
+    return SavedAgent(*made_of, *counters, agent.observations.frozen, agent.start is not None)
 
 
 def policy_tensors(agent: PPOAgent) -> dict[str, Tensor]:
@@ -92,15 +96,24 @@ def load_agent(
             raise CheckpointError(f"{folder} lacks {missing}; it holds {sorted(content)}")
         parts = {name: decode(kind, content[name], name) for name, kind in wanted.items()}
         saved: SavedAgent = parts.pop("agent")
-        config = replace(saved.config, compile=saved.compile_mode if compile_mode is None else compile_mode)
-        total_updates, tasks = saved.total_updates, saved.tasks
-        agent = PPOAgent(saved.table, saved.layout, config, total_updates=total_updates, tasks=tasks, device=device)
-        if saved.leashed:
-            agent.hold_to_start()
-        restore_tensors(agent, tensors, str(folder))
-        agent.updates, agent.failures = saved.updates, saved.failures
-        agent.observations.frozen = saved.observations_frozen
+        agent = make_agent(saved, saved.compile_mode if compile_mode is None else compile_mode, device)
+        restore_agent(agent, saved, tensors, str(folder))
     return agent, parts
+
+
+def make_agent(saved: SavedAgent, compile_mode: CompileMode, device: torch.device | str) -> PPOAgent:
+    """An agent like the saved one, with fresh weights."""
+    config, tasks = replace(saved.config, compile=compile_mode), saved.tasks
+    return PPOAgent(saved.table, saved.layout, config, total_updates=saved.total_updates, tasks=tasks, device=device)
+
+
+def restore_agent(agent: PPOAgent, saved: SavedAgent, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Bring an agent into a saved state. `where`: what errors name."""
+    if saved.leashed and agent.start is None:
+        agent.hold_to_start()
+    restore_tensors(agent, tensors, where)
+    agent.updates, agent.failures = saved.updates, saved.failures
+    agent.observations.frozen = saved.observations_frozen
 
 
 def restore_tensors(agent: PPOAgent, tensors: Mapping[str, Tensor], where: str) -> None:

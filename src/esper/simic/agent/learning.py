@@ -1,26 +1,27 @@
 """Training on Gymnasium environments with discrete actions."""
 
 import math
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from esper.leyline import BadValueError, derive_seed
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import progress_bar
 from esper.simic.agent.checkpoint import load_agent, save_agent
+from esper.simic.agent.collector import RolloutCollector, normalise, play
 from esper.simic.agent.config import PPOConfig
-from esper.simic.agent.environments import RESET_SEEDS, EnvBatch, MakeEnv, SpaceCodec
+from esper.simic.agent.environments import RESET_SEEDS, MakeEnv
 from esper.simic.agent.metrics import PPOUpdateMetrics
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.agent.rollout import Step, TamiyoRolloutBuffer
-from esper.simic.control import RewardNormalizer, RunningMeanStd
+from esper.simic.agent.spaces import SpaceCodec
+from esper.simic.agent.vectors import open_batch
+from esper.simic.control import RunningMeanStd
 from esper.tamiyo.memory import HiddenState
 
 if TYPE_CHECKING:
@@ -67,44 +68,17 @@ class Learned:
         decision, _, hidden_state = agent.act(normalised, masks, hidden_state, greedy=greedy)
         return self.codec.read_action(decision.actions[0].cpu().numpy()), hidden_state
 
-    def evaluate(self, episodes: int, seed: int, *, greedy: bool = True) -> list[float]:
-        """Undiscounted returns of new episodes, in order. Each depends only on the seed and its number."""
+    def evaluate(
+        self, episodes: int, seed: int, *, greedy: bool = True, make_env: MakeEnv | None = None
+    ) -> list[float]:
+        """Undiscounted returns of new episodes in fresh environments, in order. Each depends only on the seed and its
+        number. `make_env`: other environments than those of training."""
         require_whole("episodes", episodes, 1)
-        if self.make_env is None:
+        make_env = self.make_env if make_env is None else make_env
+        if make_env is None:
             raise BadValueError("no environment to evaluate in; pass one: Learned.load(folder, make_env)")
-        agent, n = self.agent, min(episodes, EVALUATED_AT_ONCE)
-        envs = EnvBatch(self.make_env, n, self.codec)
-        results: dict[int, float] = {}
-        waiting = iter(range(episodes))
-        running: list[int | None] = [None] * n
-        generators = [torch.Generator() for _ in range(n)]
-
-        def begin(env: int) -> None:
-            episode = running[env] = next(waiting, None)
-            if episode is None:  # continues until the others end; its returns do not count
-                envs.reset_one(env)
-                return
-            generators[env].manual_seed(derive_seed(seed, "draws", episode))
-            envs.reset_one(env, derive_seed(seed, "evaluation", episode) % RESET_SEEDS)
-
-        with closing(envs):
-            for env in range(n):
-                begin(env)
-            hidden_state = agent.network.initial_state(n)
-            while len(results) < episodes:
-                masks = {name: mask.to(agent.device) for name, mask in envs.masks.items()}
-                draws = torch.stack([torch.rand(len(agent.table), generator=generator) for generator in generators])
-                decision, _, hidden_state = agent.act(
-                    normalise(agent, envs.observations), masks, hidden_state, greedy=greedy, uniform=draws
-                )
-                _, terminated, truncated = envs.step(decision.actions.cpu())
-                for env in (terminated | truncated).nonzero().flatten().tolist():
-                    if (episode := running[env]) is not None:
-                        results[episode] = float(envs.returns[env])
-                    for part in hidden_state:
-                        part[env] = 0.0
-                    begin(env)
-        return [results[episode] for episode in range(episodes)]
+        with closing(open_batch(make_env, None, self.codec, default=min(episodes, EVALUATED_AT_ONCE))) as envs:
+            return play(self.agent, envs, episodes, seed, greedy=greedy)
 
     def save(self, folder: Path | str) -> None:
         """Write a checkpoint: safetensors and JSON, nothing pickled."""
@@ -116,7 +90,7 @@ class Learned:
         """Read a checkpoint. `make_env`, for evaluation, must have the spaces of training."""
         agent, extras = load_agent(Path(folder), {"codec": SpaceCodec, "rewards": RewardScale}, device=device)
         if make_env is not None:
-            EnvBatch(make_env, 1, extras["codec"]).close()
+            open_batch(make_env, None, extras["codec"], default=1).close()
         learned = cls(agent, extras["codec"], make_env)
         scale = {name: torch.tensor([value], dtype=torch.float64) for name, value in vars(extras["rewards"]).items()}
         learned.reward_statistics.load_state_dict(scale)
@@ -130,112 +104,72 @@ class LearnProgress(NamedTuple):
     steps: int  # environment steps so far
     mean_return: float  # of the last 100 episodes; NaN before the first has ended
     metrics: PPOUpdateMetrics
+    numbers: dict[str, float]  # everything to log, by name; callbacks may add to it
 
 
-def normalise(agent: PPOAgent, observations: Tensor) -> Tensor:
-    """Normalise a copy of raw observations (n, size) on the agent's device."""
-    return agent.normalise(observations.to(agent.device, copy=True))
+Callback = Callable[[LearnProgress], bool | None]
 
 
 def learn(
     make_env: MakeEnv,
     *,
     total_steps: int,
-    n_envs: int = 8,
+    n_envs: int | None = None,
     seed: int = 0,
     config: PPOConfig | None = None,
     device: str = "cpu",
     progress: bool = True,
-    callback: Callable[[LearnProgress], bool | None] | None = None,
+    callback: Callback | Sequence[Callback] = (),
     start: Learned | None = None,
+    processes: bool = False,
 ) -> Learned:
     """Train a policy with PPO on the environments that `make_env()` returns.
 
     Observations may be Box or Discrete, actions Discrete or MultiDiscrete. Masks come from `info["action_mask"]` or a
-    method `action_masks()`; for MultiDiscrete, as one array per component or one for all. Training runs as many whole
-    rounds of `n_envs × config.steps` steps as `total_steps` allows. It calls `callback` after every update, and ends
-    early if that returns False. `start`, trained or loaded, is trained further on its device with its configuration;
-    `total_steps` then includes the steps that it has done.
+    method `action_masks()`; for MultiDiscrete, as one array per component or one for all. There are `n_envs`
+    environments (8), with `processes` each in a process of its own; or `make_env()` returns a vector of them.
+
+    Training runs as many whole rounds of `n_envs × config.steps` steps as `total_steps` allows. After every update it
+    calls the callbacks in order, and it ends early if one of them returns False. Those that are context managers are
+    entered before and left at the end. `start`, trained or loaded, is trained further on its device with its
+    configuration; `total_steps` then includes the steps that it has done.
     """
     if start is not None and config not in (None, start.agent.config):
         raise BadValueError("start is trained further with its own config, and another one was given; omit config")
     config, done = (config or PPOConfig(), 0) if start is None else (start.agent.config, start.agent.updates)
-    size, remark = n_envs * config.steps, f" ({done + 1} rounds of {n_envs} × {config.steps}; {done} are done)"
-    require_whole("total_steps", total_steps, (done + 1) * size, remark=remark)
-    envs = EnvBatch(make_env, n_envs, None if start is None else start.codec)
-    table, layout, rounds = envs.codec.table, envs.codec.layout, total_steps // size
-    rng_seed = derive_seed(seed, "agent") % 2**62
-    learned = start or Learned(PPOAgent(table, layout, config, rng_seed=rng_seed, device=device), envs.codec)
-    agent, learned.make_env = learned.agent, make_env
-    agent.total_updates = rounds
-    collector = RolloutCollector(envs, agent, learned.returns)
-    collector.rewards.statistics, collector.steps = learned.reward_statistics, done * size
-    envs.reset(derive_seed(seed, "round", done) if done else seed)  # other episodes than before
-    with closing(envs), progress_bar("learning", rounds - done, shown=progress) as advance:
+    callbacks = [callback] if callable(callback) else list(callback)
+    envs = open_batch(make_env, n_envs, None if start is None else start.codec, processes=processes)
+    with closing(envs), ExitStack() as stack:
+        size, remark = envs.n * config.steps, f" ({done + 1} rounds of {envs.n} × {config.steps}; {done} are done)"
+        require_whole("total_steps", total_steps, (done + 1) * size, remark=remark)
+        table, layout, rounds = envs.codec.table, envs.codec.layout, total_steps // size
+        rng_seed = derive_seed(seed, "agent") % 2**62
+        learned = start or Learned(PPOAgent(table, layout, config, rng_seed=rng_seed, device=device), envs.codec)
+        agent, learned.make_env = learned.agent, make_env
+        agent.total_updates = rounds
+        collector = RolloutCollector(envs, agent, learned.returns)
+        collector.rewards.statistics, collector.steps = learned.reward_statistics, done * size
+        first = derive_seed(seed, "round", done) if done else seed  # when continued, other episodes than before
+        seeds = [derive_seed(first, "env", index) % RESET_SEEDS for index in range(envs.n)]
+        for each in callbacks:
+            if isinstance(each, AbstractContextManager):
+                stack.enter_context(each)
+        advance = stack.enter_context(progress_bar("learning", rounds - done, shown=progress))
+        envs.begin(range(envs.n), seeds)
         for _ in range(done, rounds):
             learned.history.append(agent.update(collector.collect()))
-            recent = float(np.mean([total for _, total in learned.returns[-RECENT:]] or np.nan))
-            advance(1, f"return {recent:.4g}")
-            state = LearnProgress(learned, collector.steps, recent, learned.history[-1])
-            if callback is not None and isinstance(wanted := callback(state), bool | np.bool_) and not wanted:
+            state = describe(learned, collector.steps)
+            advance(1, f"return {state.mean_return:.4g}")
+            answers = [each(state) for each in callbacks]
+            if any(isinstance(answer, bool | np.bool_) and not answer for answer in answers):
                 break
     return learned
 
 
-class RolloutCollector:
-    """Fills one buffer, round after round, from a batch of environments."""
-
-    def __init__(self, envs: EnvBatch, agent: PPOAgent, returns: list[tuple[int, float]]) -> None:
-        self.envs, self.agent, self.returns = envs, agent, returns
-        config, n = agent.config, len(envs.envs)
-        size, hidden = envs.codec.observation_size, config.network.state_size
-        self.buffer = TamiyoRolloutBuffer(n, config.steps, size, agent.table, hidden, device=agent.device)
-        self.rewards = RewardNormalizer(n, config.gamma)
-        self.hidden_state = agent.network.initial_state(n)
-        self.raw = torch.zeros((config.steps, n, size))
-        self.steps = 0
-
-    def collect(self) -> TamiyoRolloutBuffer:
-        """Collect one round, then update the statistics of observations, unless they are frozen."""
-        agent, config = self.agent, self.agent.config
-        self.buffer.begin(self.hidden_state, agent.epsilon)
-        for step in range(config.steps):
-            self.raw[step] = self.envs.observations
-            self._step()
-        self.buffer.cut(self._next_values(self.hidden_state))
-        if agent.progress >= config.freeze_after:
-            agent.observations.freeze()
-        agent.observations.update(self.raw.flatten(0, 1).to(agent.device))
-        return self.buffer
-
-    def _step(self) -> None:
-        agent, envs = self.agent, self.envs
-        observations = normalise(agent, envs.observations)
-        # A copy: the environments write the next masks into the same tensors.
-        masks = {name: mask.to(agent.device, copy=True) for name, mask in envs.masks.items()}
-        decision, values, after = agent.act(observations, masks, self.hidden_state, epsilon=self.buffer.epsilon)
-        self.steps += len(envs.envs)
-        rewards, terminated, truncated = envs.step(decision.actions.cpu())
-        ends = terminated | truncated
-        rewards = self.rewards(rewards, ends) if agent.config.normalise_rewards else rewards
-        bootstraps = torch.zeros_like(values)
-        if bool(truncated.any()):
-            bootstraps = self._next_values(after).where(truncated.to(agent.device), 0.0)
-        for env in ends.nonzero().flatten().tolist():
-            self.returns.append((self.steps, float(envs.returns[env])))
-            envs.reset_one(env)
-        rewards, ends = rewards.to(agent.device), ends.to(agent.device)
-        values = agent.values_of(values, self.buffer.tasks)
-        self.buffer.add(
-            Step(observations, masks, decision.actions, decision.log_probs, values, rewards, ends, bootstraps)
-        )
-        carried = ~ends.unsqueeze(1)
-        self.hidden_state = (after[0].where(carried, 0.0), after[1].where(carried, 0.0))
-
-    @torch.no_grad()
-    def _next_values(self, hidden_state: HiddenState) -> Tensor:
-        """(n,): values of the environments' current observations."""
-        network = self.agent.network
-        encoded = network.encode(normalise(self.agent, self.envs.observations))
-        core, _ = network.step(encoded.trunk, hidden_state)
-        return self.agent.values_of(network.value(core, encoded), self.buffer.tasks)
+def describe(learned: Learned, steps: int) -> LearnProgress:
+    """The state of a training after its last update."""
+    recent = [total for _, total in learned.returns[-RECENT:]]
+    numbers = {"learn/steps": float(steps), "learn/episodes": float(len(learned.returns))}
+    numbers |= {"learn/mean_return": float(np.mean(recent))} if recent else {}
+    metrics = learned.history[-1]
+    return LearnProgress(learned, steps, float(np.mean(recent or np.nan)), metrics, numbers | metrics.flat())

@@ -5,7 +5,7 @@ Rows are envs, columns steps; a cell is one step of one env. A row is divided in
 So the update unrolls exactly what was collected, and one hidden state per row suffices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,6 +39,9 @@ class Step(NamedTuple):
     bootstraps: Tensor  # (n,): value of the next state where a sequence was truncated, else 0
 
 
+STORED = tuple(name for name in Step._fields if name != "masks")  # tensors of a buffer that are named like a step's
+
+
 class Batch(NamedTuple):
     """Steps of some rows in packed order."""
 
@@ -70,8 +73,8 @@ class TamiyoRolloutBuffer:
         groups: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value in (("n_envs", n_envs), ("capacity", capacity), ("hidden", hidden)):
-            require_whole(name, value, 1)
+        for name, value, least in (("n_envs", n_envs, 1), ("capacity", capacity, 1), ("hidden", hidden, 0)):
+            require_whole(name, value, least)
         self.n_envs, self.capacity, self.table = n_envs, capacity, table
         self.device = torch.empty(0, device=device).device  # with its index
         shape = (n_envs, capacity)
@@ -115,8 +118,7 @@ class TamiyoRolloutBuffer:
         if full := [env for env in chosen if self._lengths[env] >= self.capacity]:
             raise BadValueError(f"env {full[0]} already has {self.capacity} steps, the capacity of this buffer")
         self.table.check_masks(step.masks, len(chosen))
-        # The fields of a step are named like the buffer's tensors.
-        pairs = [(name, getattr(self, name), getattr(step, name)) for name in Step._fields if name != "masks"]
+        pairs = [(name, getattr(self, name), getattr(step, name)) for name in STORED]
         pairs += [(f"mask of head {name!r}", own, step.masks[name]) for name, own in self.masks.items()]
         for name, own, given in pairs:
             _check(name, given, own, (len(chosen), *own.shape[2:]))
@@ -142,6 +144,19 @@ class TamiyoRolloutBuffer:
         rows = torch.arange(self.n_envs, device=self.device)
         last = (self.lengths - 1).clamp(min=0)
         self.bootstraps[rows, last] = torch.where(self.ends[rows, last], self.bootstraps[rows, last], values)
+
+    def rows(self, rows: range) -> dict[str, Tensor]:
+        """The steps of these rows, by name, for `fill`; views of the buffer."""
+        stored = {name: getattr(self, name) for name in (*STORED, "lengths")}
+        stored |= {f"masks.{name}": mask for name, mask in self.masks.items()}
+        return {name: tensor[rows.start : rows.stop] for name, tensor in stored.items()}
+
+    @torch.no_grad()
+    def fill(self, rows: range, steps: Mapping[str, Tensor]) -> None:
+        """Put the steps of another buffer's rows into these rows, after `begin`."""
+        for name, own in self.rows(rows).items():
+            own.copy_(steps[name])
+        self._lengths[rows.start : rows.stop] = steps["lengths"].tolist()
 
     @property
     def steps(self) -> int:

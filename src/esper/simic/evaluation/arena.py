@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from esper.leyline import HeadPreset
 from esper.leyline.progress import Advance, ignore
 from esper.simic.agent.policy import LearnedPolicy
 from esper.simic.evaluation.costs import CostMeter, Structure
-from esper.simic.offline.records import RecordWriter
 from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
-from esper.simic.training.hosts import Groups, growth_fleet
+from esper.simic.training.hosts import Groups, MakeFleet, growth_fleet
 from esper.simic.training.tape import EpisodeTape
 from esper.tamiyo import ActionTable
 from esper.tamiyo.policy import Policy, PolicyState, PolicyView
@@ -143,18 +142,23 @@ class Arena:
         isolation: Isolation = "shadow",
         device: str = "cpu",
         data_dir: Path | None = None,
+        make_fleet: MakeFleet = growth_fleet,
+        at_once: int | None = None,
     ) -> None:
-        """`final`: hardened hosts are scored on test images."""
+        """`final`: hardened hosts are scored on test images. `at_once`: the most envs of a fleet."""
         self.task, self.preset, self.final, self.device = task, preset, final, device
         self.isolation: Isolation = isolation
         self.batches = task.load_batches(data_dir, device)
+        self._make_fleet, self._at_once = make_fleet, envs_at_once(device) if at_once is None else at_once
         self._runner: EpisodeRunner | None = None
 
     def runner(self, groups: Groups) -> EpisodeRunner:
         """A runner of this shape: the last one if it fits, because a new fleet costs memory and CUDA graphs."""
         if self._runner is None or self._runner.groups != groups:
             self._runner = None
-            fleet = growth_fleet(self.task, groups.hosts, self.device, batches=self.batches, isolation=self.isolation)
+            fleet = self._make_fleet(
+                self.task, groups.hosts, self.device, batches=self.batches, isolation=self.isolation
+            )
             self._runner = EpisodeRunner(fleet, groups, self.preset)
             self._runner.final = self.final
         return self._runner
@@ -166,37 +170,57 @@ class Arena:
         seeds: Sequence[int],
         measure: Measure,
         advance: Advance = ignore,
-        writer: RecordWriter | None = None,
+        store: "BlockStore | None" = None,
     ) -> Tensor:
         """Measure the candidates of every host, without random draws: (hosts, candidates, …), float64.
 
-        `writer` records the episodes; its policies are `distinct(lineups)`.
+        `store` records the episodes, and gives what was measured of a block that it has.
         """
-        at_once = envs_at_once(self.device)
-        candidate_parts = divide(len(lineups[0]), at_once - 1)
+        candidate_parts = divide(len(lineups[0]), self._at_once - 1)
         members = len(candidate_parts[0])
-        host_parts = divide(len(seeds), at_once // (members + 1))
-        runner = self.runner(groups := Groups(len(host_parts[0]), members))
-        number_of = {candidate: number for number, candidate in enumerate(distinct(lineups))}
+        host_parts = divide(len(seeds), self._at_once // (members + 1))
+        groups = Groups(len(host_parts[0]), members)
         columns = []
         for part in candidate_parts:
             blocks = []
             for hosts in host_parts:
-                chosen = [[lineups[host][index] for index in part] for host in hosts]
-                policy = make_policy(runner, fill([fill(lineup, members) for lineup in chosen], groups.count))
-                tape = None if writer is None else EpisodeTape(runner)
-                some = fill([seeds[index] for index in hosts], groups.count)
-                player = PolicyPlayer(runner, policy, some, tape=tape)
-                values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
-                blocks.append(values.unflatten(0, (groups.count, members))[: len(hosts), : len(part)])
-                if writer is not None and tape is not None:  # without what was filled up
-                    pairs = [(host, member) for host in range(len(hosts)) for member in range(len(part))]
-                    numbers = [number_of[chosen[host][member]] for host, member in pairs]
-                    rows = [host * members + member for host, member in pairs]
-                    writer.append(tape.episodes(rows, numbers, [some[host] for host, _ in pairs]))
+                chosen, own = [[lineups[host][index] for index in part] for host in hosts], [seeds[i] for i in hosts]
+                values = None if store is None else store.read(chosen, own)
+                if values is None:
+                    values = self._play(groups, make_policy, chosen, own, measure, store)
+                blocks.append(values)
                 advance(len(hosts) * len(part))
             columns.append(torch.cat(blocks))
         return torch.cat(columns, 1)
+
+    def _play(
+        self,
+        groups: Groups,
+        make_policy: MakePolicy[Candidate],
+        lineups: Lineups[Candidate],
+        seeds: Sequence[int],
+        measure: Measure,
+        store: "BlockStore | None",
+    ) -> Tensor:
+        """One episode of a fleet, which may have more groups and members than there are hosts and candidates."""
+        runner, members = self.runner(groups), groups.members
+        policy = make_policy(runner, fill([fill(lineup, members) for lineup in lineups], groups.count))
+        tape = None if store is None else EpisodeTape(runner)
+        player = PolicyPlayer(runner, policy, fill(seeds, groups.count), tape=tape)
+        values = measure(runner, play_episode(runner, player.act, player.on_step)).double().cpu()
+        if store is not None and tape is not None:
+            store.write(lineups, seeds, tape, members)
+        return values.unflatten(0, (groups.count, members))[: len(seeds), : len(lineups[0])]
+
+
+class BlockStore(Protocol):
+    """Keeps the episodes of a search, block by block."""
+
+    def read(self, lineups: Lineups[Any], seeds: Sequence[int]) -> Tensor | None:  # Any: candidates of any kind
+        """What these candidates were measured to be worth on these hosts (hosts, candidates), if it is here."""
+
+    def write(self, lineups: Lineups[Any], seeds: Sequence[int], tape: EpisodeTape, members: int) -> None:
+        """Keep a block that was played in a fleet with so many members per group."""
 
 
 open_arena = lru_cache(maxsize=1)(Arena)  # stays open until another one is needed: a fleet serves job after job

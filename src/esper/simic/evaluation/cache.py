@@ -3,13 +3,13 @@
 import hashlib
 import json
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 
 from esper.leyline import BadValueError
 from esper.leyline.records import encode
+from esper.simic.distributed.world import source_digest
 from esper.simic.evaluation.policies import Contender
-from esper.simic.evaluation.results import Fossil, Result
+from esper.simic.evaluation.results import Result
 from esper.storage.files import replace_file
 from esper.storage.stored import Machine
 from esper.tolaria import get_task
@@ -34,9 +34,7 @@ class ResultCache:
         results: dict[int, Result] = {}
         for path in sorted(self.folder.glob(f"{key}-*.json")):
             try:
-                values = json.loads(path.read_text())
-                fossils = [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]
-                result = Result(**{**values, "fossils": fossils})
+                result = Result.from_json(json.loads(path.read_text()))
             except (ValueError, TypeError, KeyError) as error:
                 raise BadValueError(f"{path} is not a stored result ({error}); remove it to run it again") from None
             results.update(enumerate(result.by_host(), int(path.stem.split("-")[1])))
@@ -60,13 +58,6 @@ def contender_key(one: Contender) -> str:
         "files": [_digest(path.read_bytes()) for path in one.spec.files(task)],
     }
     return _digest(json.dumps(identity, sort_keys=True).encode())
-
-
-@cache
-def source_digest() -> str:
-    """Digest of the whole package's code."""
-    sources = sorted(Path(__file__).parents[2].rglob("*.py"))
-    return _digest(b"".join(source.read_bytes() for source in sources))
 
 
 def _digest(content: bytes) -> str:

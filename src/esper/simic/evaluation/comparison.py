@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +13,10 @@ from esper.leyline import BadValueError, objective
 from esper.leyline.numbers import require_positive
 from esper.leyline.progress import progress_bar
 from esper.leyline.records import Json, encode
+from esper.simic.distributed import World
+from esper.simic.distributed.world import this_code
 from esper.simic.evaluation.cache import ResultCache
+from esper.simic.evaluation.dealing import run_dealt
 from esper.simic.evaluation.final_log import sign_policies
 from esper.simic.evaluation.policies import (
     ORACLE,
@@ -27,8 +31,9 @@ from esper.simic.evaluation.policies import (
 from esper.simic.evaluation.recording import EvaluationRecords
 from esper.simic.evaluation.results import Result, overall_mean
 from esper.simic.evaluation.statistics import MARGIN, Claim, Rows, compare_all, compare_rows
-from esper.simic.evaluation.workers import host_seeds, run_contenders, run_with
+from esper.simic.evaluation.workers import host_seeds, run_contenders
 from esper.tolaria import Task, get_task
+from esper.tolaria.data import data_digest
 from esper.tolaria.gains import published_gains
 
 LEAST_WORTH = 1.0  # points over its rent that the best seed must add for its slot to be called right
@@ -199,11 +204,13 @@ def run_comparisons(
     progress: bool = True,
     keep: Path | None = None,
     record: Path | None = None,
+    world: World | None = None,
 ) -> EvaluationReport:
     """Evaluate policies on several tasks. `config` gives the hosts; its task is ignored. `keep`: folder of the cache.
 
     A final evaluation is signed into the run folders before it begins. `record`: folder for records of all episodes;
-    yardsticks have none."""
+    yardsticks have none. All ranks of a world call this, and all get the report; rank 0 writes."""
+    world = world or World()
     if len(set(tasks)) != len(tasks) or not tasks:
         raise BadValueError(f"tasks {list(tasks)} must be different ones, at least one")
     require_positive("margin", margin, remark=": points by which a policy may be worse")
@@ -213,10 +220,14 @@ def run_comparisons(
         check_specs(policies, each)
     if record is not None and config.final:
         raise BadValueError("--final scores on test images, from which nothing may be learned; omit --record")
-    cache = None if keep is None else ResultCache(keep)
-    records = None if record is None else EvaluationRecords(record, resumed=keep is not None)
+    if world.size > 1:
+        world.agree(agreed_evaluation(configs, policies, greedy=greedy))
+        configs = [replace(each, device=world.device(each.device)) for each in configs]
+    leads = world.rank == 0
+    cache = None if keep is None or not leads else ResultCache(keep)
+    records = None if record is None or not leads else EvaluationRecords(record, resumed=keep is not None)
     warnings = unfinished(learned_runs(policies))
-    if config.final:
+    if config.final and leads:
         for each in configs:
             get_task(each.task).load_data(each.data_dir)  # missing data must not cost the first look
         warnings += sign_policies(policies, tasks, config.hosts, config.seed, resumed=keep is not None)
@@ -224,12 +235,17 @@ def run_comparisons(
     entries += [Contender(each, spec, True) for each in configs for spec in policies if greedy and spec.learned]
     total = sum(len((entry.spec.base or entry.spec).members) for entry in entries) * config.hosts
     results: dict[Contender, list[Result]] = {}
-    with progress_bar("evaluating", total, shown=progress) as advance, run_with(workers) as run_all:
+    with (
+        progress_bar("evaluating", total, shown=progress and leads) as advance,
+        run_dealt(world, workers, record) as (run_all, own),
+    ):
+        if own is not None and not leads:
+            records = EvaluationRecords(own, resumed=False)
         for controls in (False, True):  # controls start from the results of the others
             stage = [entry for entry in entries if (entry.spec.base is not None) == controls]
             groups = {entry: _by_seed(entry, results) for entry in stage}
             everyone = [contender for group in groups.values() for contender in group]
-            done = iter(run_contenders(everyone, run_all, advance, cache, records))
+            done = iter(run_contenders(everyone, run_all, advance, cache, records, world))
             results |= {entry: [next(done) for _ in group] for entry, group in groups.items()}
     compared = {}
     for each in configs:
@@ -239,6 +255,25 @@ def run_comparisons(
         compared[each.task] = TaskComparison(each, sampled, claims, likeliest, kinds, warnings)
     mean = compare_rows(_over_tasks(compared), margin) if len(tasks) > 1 else []
     return EvaluationReport(compared, mean, warnings)
+
+
+def agreed_evaluation(
+    configs: Sequence[EvaluationConfig], policies: Sequence[PolicySpec], *, greedy: bool
+) -> dict[str, Json]:
+    """What must be equal on all ranks: settings, code, data and the policies' files."""
+    tasks = [get_task(each.task) for each in configs]
+    return {
+        "settings": [encode(replace(each, data_dir=None)) for each in configs],
+        "greedy": greedy,
+        "policies": {
+            spec.text: [sha256(path.read_bytes()).hexdigest()[:16] for task in tasks for path in spec.files(task)]
+            for spec in policies
+        },
+        "data": {
+            task.name: data_digest(task.load_data(each.data_dir)) for task, each in zip(tasks, configs, strict=True)
+        },
+        **this_code(),
+    }
 
 
 def _by_seed(entry: Contender, results: Mapping[Contender, list[Result]]) -> list[Contender]:

@@ -67,6 +67,11 @@ class Result:
             host_params,
         )
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Result":
+        """A result from its fields, as JSON stores them."""
+        return cls(**{**values, "fossils": [[Fossil(*fossil) for fossil in host] for host in values["fossils"]]})
+
     @property
     def commits(self) -> list[list[str]]:
         """`slot/blueprint` of every fossil."""

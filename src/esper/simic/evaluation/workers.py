@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -15,6 +15,7 @@ import torch
 from esper.leyline import BadValueError, EsperError, SeedStage, head_preset
 from esper.leyline.numbers import require_whole
 from esper.leyline.progress import Advance, ignore
+from esper.simic.distributed import Message, World
 from esper.simic.evaluation.arena import PolicyPlayer, SideBySide, divide, envs_at_once, fill, hardened, open_arena
 from esper.simic.evaluation.cache import ResultCache, contender_key
 from esper.simic.evaluation.costs import CostMeter
@@ -130,10 +131,11 @@ def run_contenders(
     advance: Advance = ignore,
     cache: ResultCache | None = None,
     records: EvaluationRecords | None = None,
+    world: World | None = None,
 ) -> list[Result]:
     """Run contenders on all their hosts, except for what the cache holds. `advance` counts hosts × contenders.
 
-    With `records`, what the cache holds but nothing has recorded runs again.
+    With `records`, what the cache holds but nothing has recorded runs again. The cache is rank 0's.
     """
     # Before they run: training may continue meanwhile.
     keys = [contender_key(one) for one in contenders] if cache is not None or records is not None else []
@@ -143,6 +145,8 @@ def run_contenders(
             records.of_recorded(key, results) if one.acts else results
             for one, key, results in zip(contenders, keys, by_host, strict=True)
         ]
+    if world is not None and world.size > 1:
+        keys, by_host = share_known(world, keys, by_host)
     left = {index: one for index, one in enumerate(contenders) if len(by_host[index]) < one.config.hosts}
     jobs = [job for job in make_jobs(left) if any(h not in by_host[index] for index in job.indices for h in job.hosts)]
     if records is not None:
@@ -161,6 +165,16 @@ def run_contenders(
             by_host[index].update(zip(job.hosts, result.by_host(), strict=True))
         advance(len(job.hosts) * len(job.indices), job.contenders[0].spec.text if len(job.indices) == 1 else "")
     return [Result.joined([hosts[host] for host in sorted(hosts)]) for hosts in by_host]
+
+
+def share_known(
+    world: World, keys: list[str], by_host: list[dict[int, Result]]
+) -> tuple[list[str], list[dict[int, Result]]]:
+    """Rank 0's keys of contenders, and their results by host, on all ranks."""
+    known = [[[host, asdict(result)] for host, result in results.items()] for results in by_host]
+    content = world.share(None if world.rank else Message({}, {"keys": keys, "known": known})).content
+    shared = [{host: Result.from_json(values) for host, values in results} for results in content["known"]]
+    return content["keys"], shared
 
 
 @contextmanager

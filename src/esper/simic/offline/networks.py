@@ -21,7 +21,7 @@ from esper.tamiyo.heads import pick
 
 def windowed(config: NetworkConfig | None = None) -> NetworkConfig:
     """A network without an LSTM: its memory is a window of the last four observations."""
-    return replace(config if config is not None else NetworkConfig(), memory="window")
+    return replace(config if config is not None else NetworkConfig(), memory="window", memory_layers=1)
 
 
 class PolicyNetwork(FactoredRecurrentActorCritic):

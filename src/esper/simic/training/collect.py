@@ -1,17 +1,16 @@
 """A round of episodes under the agent's policy: rewards, the rollout buffer, and a record for the logs."""
 
+import time
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.leyline import SlotConfig, derive_seed, objective
+from esper.leyline import derive_seed, objective
 from esper.nissa import LiveFile
 from esper.simic.agent import PPOAgent, Step, TamiyoRolloutBuffer
 from esper.simic.agent.policy import forget
-from esper.simic.offline.episodes import Episodes
+from esper.simic.distributed import RoundTiming, Share, World
 from esper.simic.rewards import (
     Finding,
     RewardConfig,
@@ -23,12 +22,15 @@ from esper.simic.rewards import (
     findings,
     is_measured,
 )
-from esper.simic.telemetry import LstmHealth, Spans, compute_lstm_health
-from esper.simic.training.episode import EpisodeRunner, SeedChange, StepResult, play_episode
+from esper.simic.telemetry import Spans
+from esper.simic.training.acting import BlockActing
+from esper.simic.training.episode import EpisodeRunner, StepResult, play_episode
 from esper.simic.training.hosts import Purpose, host_seed
-from esper.simic.training.live import FOLLOWED, Followed, StepWatch
+from esper.simic.training.live import FOLLOWED, StepWatch
+from esper.simic.training.rollouts import RoundRecord, from_message, join_records, to_message
 from esper.simic.training.tape import EpisodeTape
 from esper.tamiyo.features import fill_in_control_end
+from esper.tamiyo.memory import HiddenState
 from esper.tamiyo.policy import PolicyView
 from esper.tamiyo.translation import Translation
 
@@ -61,33 +63,6 @@ def reward_step(
     return compute_reward(config, inputs)
 
 
-class RoundRecord(NamedTuple):
-    """What happened in a round on one task, for every grown env (n,)."""
-
-    task: str
-    slots: SlotConfig
-    heads: tuple[str, ...]  # names of the action heads
-    first_env: int  # number of the first env among the grown envs of all tasks
-    objective: Tensor  # (n,): hardened gain minus rent of the fossils, points
-    gain: Tensor  # (n,): of the hardened hosts
-    accuracy: Tensor  # (n,): of the hardened hosts, percent
-    added_parameters: Tensor  # (n,): of the fossils
-    features: Tensor  # (steps, n, size): not normalised; the critic's columns with their final values
-    actions: Tensor  # (steps, n, heads)
-    rewards: Tensor  # (steps, n)
-    parts: dict[str, Tensor]  # of the reward, (steps, n) each
-    accuracies: Tensor  # (steps, n): of the growing hosts
-    control_accuracies: Tensor  # (steps, n)
-    alphas: Tensor  # (steps, n, slots): during each step's training
-    suspect_counts: Tensor  # (3,): acting seeds with a measured contribution; those under each suspicion (`Suspects`)
-    suspects: tuple[Finding, ...]
-    lstm: LstmHealth | None  # halfway through the episode
-    changes: list[tuple[int, SeedChange]]  # (step, change)
-    symptoms: list[tuple[int, int, list[str]]]  # (step, env, symptoms) of every panic
-    episodes: Episodes | None = None  # every transition, if the run records them
-    followed: tuple[Followed, ...] = ()  # the first envs, closely
-
-
 def action_draws(
     rng_seed: int, purpose: Purpose, positions: Iterable[tuple[int, int]], steps: int, heads: int
 ) -> Tensor:
@@ -98,7 +73,11 @@ def action_draws(
 
 
 class RoundCollector:
-    """Fills a buffer with rounds: an episode of each task's hosts, one task after the other."""
+    """Fills a buffer with rounds: an episode of each task's hosts, one task after the other.
+
+    In a world of several ranks each plays its share of the groups, and rank 0 gets the whole round. Seeds of hosts and
+    draws of actions are functions of numbers that count over all ranks.
+    """
 
     def __init__(
         self,
@@ -109,36 +88,57 @@ class RoundCollector:
         spans: Spans | None = None,
         *,
         taped: bool = False,
+        world: World | None = None,
+        shares: Sequence[Share] | None = None,
     ) -> None:
-        """`taped`: whether rounds come with their episodes, for records."""
+        """`taped`: whether rounds come with their episodes, for records. `shares`: the groups of every rank."""
         self.runners, self.agent, self.reward, self.rng_seed = tuple(runners), agent, reward, rng_seed
         self.spans, self.taped = spans if spans is not None else Spans(enabled=False), taped
         self.live: LiveFile | None = None  # gets an event per step
         for runner in runners:
             runner.spans = self.spans
         self.translations = [Translation(runner.slots, agent.layout) for runner in runners]
-        grown = [runner.groups.grown for runner in runners]
-        # The rows of the buffer that belong to each task.
-        self.rows = [range(end - count, end) for count, end in zip(grown, accumulate(grown), strict=True)]
-        self.buffer = TamiyoRolloutBuffer(
-            sum(grown),
-            max(runner.fleet.task.steps for runner in runners),
+        groups, self.members = runners[0].groups.count, runners[0].groups.members
+        self.world = world or World()
+        self.shares = [Share(range(groups), groups)] if shares is None else list(shares)
+        self.share = self.shares[self.world.rank]
+        self.own = self._make_buffer(groups)
+        whole = len(self.shares) == 1 or self.world.rank
+        self.buffer = self.own if whole else self._make_buffer(self.share.of)  # of all ranks, on rank 0
+        self.timing: RoundTiming | None = None  # of the last round, on rank 0 of several
+        self.stopped = False  # whether a rank was asked to stop
+
+    def _make_buffer(self, groups: int) -> TamiyoRolloutBuffer:
+        """For this number of groups of each task."""
+        agent, tasks, grown = self.agent, len(self.runners), groups * self.members
+        return TamiyoRolloutBuffer(
+            tasks * grown,
+            max(runner.fleet.task.steps for runner in self.runners),
             agent.layout.size,
             agent.table,
             agent.config.network.state_size,
-            tasks=torch.arange(len(grown)).repeat_interleave(torch.tensor(grown)),
-            groups=torch.arange(sum(grown)) // runners[0].groups.members,
+            tasks=torch.arange(tasks).repeat_interleave(grown),
+            groups=torch.arange(tasks * grown) // self.members,
             device=agent.device,
         )
 
     def collect(self, round_index: int) -> list[RoundRecord]:
-        """Play one round with the current policy. Afterwards, update the normaliser of observations with it."""
-        agent = self.agent
+        """Play one round with the current policy. Afterwards, update the normaliser of observations with it.
+
+        Ranks other than 0 send theirs there, and get no records."""
+        agent, start = self.agent, time.perf_counter()
         if self.live is not None:
             self.live.begin(round_index)
-        self.buffer.begin(agent.network.initial_state(self.buffer.n_envs), agent.epsilon)
-        everyone = zip(self.runners, self.translations, self.rows, strict=True)
-        records = [self._play(round_index, runner, translation, rows) for runner, translation, rows in everyone]
+        self.own.begin(agent.network.initial_state(self.own.n_envs), agent.epsilon)
+        own = [self._play(round_index, task) for task in range(len(self.runners))]
+        seconds = time.perf_counter() - start
+        parts = self._gather(own, seconds)
+        if self.world.rank:
+            return []
+        records = [
+            join_records(part, task * self.share.of * self.members)
+            for task, part in enumerate(zip(*parts, strict=True))
+        ]
         agent.recompute_values(self.buffer)  # `_play` has filled in the control's final accuracy, for the critic
         if agent.progress >= agent.config.freeze_after:
             agent.observations.freeze()
@@ -147,63 +147,80 @@ class RoundCollector:
         agent.observations.update(features, agent.layout.counted(features) if padded else None)
         return records
 
-    def _play(self, round_index: int, runner: EpisodeRunner, translation: Translation, rows: range) -> RoundRecord:
-        first_group = rows.start // runner.groups.members
+    def _gather(self, own: list[RoundRecord], seconds: float) -> list[list[RoundRecord]]:
+        """The records of every rank, on rank 0, whose buffer gets their steps."""
+        world = self.world
+        if world.size == 1:
+            return [own]
+        with self.spans("gather"):
+            content = {"seconds": seconds, "stopped": world.stopped}
+            messages = world.gather(to_message(own, self.own, content))
+        if world.rank:
+            return []
+        self.buffer.begin(self.agent.network.initial_state(self.buffer.n_envs), self.own.epsilon)
+        self.timing = RoundTiming([message.content["seconds"] for message in messages])
+        self.stopped = any(message.content["stopped"] for message in messages)
+        rows = [[self._rows(share, task) for task in range(len(own))] for share in self.shares]
+        return [from_message(message, own, self.buffer, some) for message, some in zip(messages, rows, strict=True)]
+
+    def _rows(self, share: Share, task: int) -> range:
+        """The grown envs of a share among those of all ranks and tasks."""
+        first = (task * share.of + share.groups.start) * self.members
+        return range(first, first + len(share.groups) * self.members)
+
+    def _play(self, round_index: int, task: int) -> RoundRecord:
+        runner, envs = self.runners[task], self._rows(self.share, task)
+        first_group = task * self.share.of + self.share.groups.start
         groups = range(first_group, first_group + runner.groups.count)
         seeds = [host_seed("training", self.rng_seed, round_index, group) for group in groups]
         with self.spans("begin"):
             runner.begin(seeds)
         steps, heads = runner.fleet.task.steps, len(runner.table)
-        positions = [(round_index, env) for env in rows]
+        positions = [(round_index, env) for env in envs]
         draws = action_draws(self.rng_seed, "training", positions, steps, heads)
-        rollout = _Rollout(self, round_index, runner, translation, rows, draws)
+        rollout = _Rollout(self, task, draws, round_index)
         play_episode(runner, rollout.act, rollout.on_step)
         record = rollout.record()
         if rollout.tape is None:
             return record
         hosts = [seed for seed in seeds for _ in range(runner.groups.members)]
-        numbers, epsilon = range(len(rows)), self.buffer.epsilon
-        taped = rollout.tape.episodes(numbers, [0] * len(rows), hosts, epsilon=epsilon, round_index=round_index)
+        numbers, epsilon = range(len(envs)), self.own.epsilon
+        taped = rollout.tape.episodes(numbers, [0] * len(envs), hosts, epsilon=epsilon, round_index=round_index)
         return record._replace(episodes=taped)
 
 
 class _Rollout:
     """One task's episode: decides with the agent's policy and stores every step in rows of the buffer."""
 
-    def __init__(
-        self,
-        collector: RoundCollector,
-        round_index: int,
-        runner: EpisodeRunner,
-        translation: Translation,
-        rows: range,
-        draws: Tensor,
-    ) -> None:
-        self.collector, self.runner, self.translation = collector, runner, translation
-        self.rows, self.draws = rows, draws
-        self.agent, self.buffer, self.spans = collector.agent, collector.buffer, collector.spans
-        self.hidden_state = self.agent.network.initial_state(len(rows))
+    def __init__(self, collector: RoundCollector, task: int, draws: Tensor, round_index: int) -> None:
+        self.collector, self.runner, self.translation = collector, collector.runners[task], collector.translations[task]
+        self.agent, self.buffer, self.spans = collector.agent, collector.own, collector.spans
+        count, share = self.runner.groups.grown, collector.share
+        self.rows, self.draws = range(task * count, (task + 1) * count), draws  # rows of this rank's buffer
+        first = share.groups.start * collector.members
+        self.blocks = BlockActing(self.agent, range(first, first + count), share.of * collector.members)
+        self.hidden_state = self.agent.network.initial_state(count)
         self.features: list[Tensor] = []
         self.actions: list[Tensor] = []
         self.parts: list[dict[str, Tensor]] = []
         self.results: list[StepResult] = []
-        self.lstm: LstmHealth | None = None
-        self.tape = EpisodeTape(runner) if collector.taped else None
+        self.halfway: HiddenState | None = None
+        self.tape = EpisodeTape(self.runner) if collector.taped else None
         self.watch = StepWatch(
-            runner,
+            self.runner,
             self.agent.table,
             self.agent.layout,
-            follow=max(1, FOLLOWED // len(collector.runners)),
+            follow=max(1, FOLLOWED // len(collector.runners)) - first,  # the first of all ranks
             live=collector.live,
             round_index=round_index,
-            first_env=rows.start,
+            first_env=task * share.of * collector.members + first,
         )
 
     def act(self, view: PolicyView) -> Tensor:
         """Sample actions (n, heads). Keeps what `on_step` needs to store the decision."""
         self.features.append(self.translation.features(view.signals))
         self.observations, self.masks = self.agent.normalise(self.features[-1]), self.translation.masks(view.masks)
-        self.decision, self.values, self.hidden_state = self.agent.act(
+        self.decision, self.values, self.hidden_state = self.blocks.act(
             self.observations,
             self.masks,
             self.hidden_state,
@@ -220,8 +237,7 @@ class _Rollout:
             rewarded = reward_step(self.collector.reward, runner, view, actions, result)
         runner.potential = rewarded.potential  # the critic sees it in the next view
         if step == runner.fleet.task.steps // 2 and self.agent.config.network.memory == "lstm":
-            with self.spans("watch"):
-                self.lstm = compute_lstm_health(self.hidden_state)
+            self.halfway = self.hidden_state
         ends = result.panics | runner.done
         values = self.agent.values_of(self.values, self.buffer.tasks[rows.start : rows.stop])
         decided = (self.observations, self.masks, self.decision.actions, self.decision.log_probs, values)
@@ -265,9 +281,10 @@ class _Rollout:
             alphas=torch.stack([result.slots.alpha for result in results]),
             suspect_counts=suspect_counts,
             suspects=suspects,
-            lstm=self.lstm,
+            lstm=None,  # `join_records` computes it over all ranks
             changes=[(step, change) for step, result in enumerate(results) for change in result.changes],
             symptoms=[(step, env, why) for step, r in enumerate(results) for env, why in r.symptoms.items()],
+            hidden=self.halfway,
             followed=self.watch.followed,
         )
 

@@ -32,7 +32,7 @@ from esper.tamiyo.policy import PolicyView, growth_masks
 from esper.tamiyo.signals import SlotView
 from esper.tolaria import HostFleet
 from esper.tolaria.growable import Growable
-from esper.tolaria.measurement import Prober, Sensing
+from esper.tolaria.measurement import Sensing
 
 
 class IllegalActionError(EsperError, RuntimeError):
@@ -148,7 +148,7 @@ class EpisodeRunner:
         self.table = growth_table(preset, self.slots)
         self.layout = growth_layout(self.slots, sensing=sensing)
         self.observer = Observer(fleet, groups, gated="blend" in self.table.names)
-        self.prober = Prober(fleet)
+        self.prober = fleet.prober()
         self.final = False  # whether the end of an episode is scored on test images
         self.committed: list[RowScore] = []  # of every env of the fleet, hardened at the end of the last episode
         self.spans = Spans(enabled=False)  # times the parts of a step; replace it to switch that on

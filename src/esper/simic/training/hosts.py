@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -96,6 +96,22 @@ def check_device(device: torch.device | str) -> None:
         name = ""
     if name not in available:
         raise BadValueError(f"device {str(device)!r} is not here; this machine has {', '.join(available)}")
+
+
+class MakeFleet(Protocol):
+    """Makes the hosts of a task: `growth_fleet`, or what shares a fleet with other learners."""
+
+    def __call__(
+        self,
+        task: Task,
+        hosts: int,
+        device: torch.device | str = ...,
+        seeds: Sequence[int] | None = ...,
+        *,
+        batches: Batches | None = ...,
+        data_dir: Path | str | None = ...,
+        isolation: Isolation = ...,
+    ) -> HostFleet: ...
 
 
 def growth_fleet(

@@ -45,7 +45,7 @@ class StepWatch:
         """`table` and `layout` are the policy's; `follow` limits the number of hosts that are followed closely."""
         self.runner, self.table, self.live = runner, table, live
         self.round_index, self.first_env = round_index, first_env
-        self.followed = tuple(Followed([], []) for _ in range(min(follow, runner.groups.grown)))
+        self.followed = tuple(Followed([], []) for _ in range(min(max(0, follow), runner.groups.grown)))
         self.names = choice_names(table, runner.slots, layout)
 
     def step(self, step: int, actions: Tensor, decision: Decision, result: StepResult) -> None:

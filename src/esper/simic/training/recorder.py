@@ -26,8 +26,8 @@ from esper.simic.telemetry import (
     operator_trace,
     worst_health,
 )
-from esper.simic.training.collect import RoundRecord
 from esper.simic.training.episode import choices_of
+from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import SESSIONS, Restored, RunFolder, TelemetryState, git_hash
 from esper.storage.interrupts import termination_interrupts
 from esper.storage.logs import JsonLines, end_of_lines
@@ -41,8 +41,11 @@ _HEADS = {head.name: head for head in HEADS}
 class Recorder:
     """Writes a run to its folder and shows it: on the console, in sinks, in the progress bar."""
 
-    def __init__(self, folder: RunFolder, restored: Restored, sinks: SinkSettings, profile: Path | None = None) -> None:
-        """`profile`: folder for a trace of every operator of one round."""
+    def __init__(
+        self, folder: RunFolder, restored: Restored, sinks: SinkSettings, profile: Path | None = None, ranks: int = 1
+    ) -> None:
+        """`profile`: folder for a trace of every operator of one round. `ranks`: number of processes that train."""
+        self._ranks = {"ranks": ranks} if ranks > 1 else {}
         self.folder, self.rounds, config = folder, folder.config.rounds, folder.config
         self.hub = sinks.open(folder.path, encode(config), restored.rounds)
         self.detector = AnomalyDetector(config.alarms, restored.telemetry.detector, restored.agent.config)
@@ -75,7 +78,7 @@ class Recorder:
     @contextmanager
     def _noted(self, done: Callable[[], int]) -> Iterator[None]:
         """Write the begin and end of the block to `sessions.jsonl`, and send them to the sinks."""
-        begin = (_now(), done(), self.rounds, encode(Machine.here()), git_hash())
+        begin = (_now(), done(), self.rounds, encode(Machine.here()) | self._ranks, git_hash())
         self._note(events.RunBegun(*begin) if self._remarks is None else events.RunResumed(*begin, list(self._remarks)))
         try:
             yield
@@ -97,6 +100,11 @@ class Recorder:
         if agent.compile_error:
             self._note(events.CompileFailed(_now(), round_index, agent.compile_error))
             agent.compile_error = ""
+
+    def note_straggler(self, round_index: int, rank: int, why: str) -> None:
+        """Log and print that all other ranks wait for this one."""
+        self._note(events.RankStraggled(_now(), round_index, rank, why))
+        print(f"warning: round {round_index}: {why}", flush=True)
 
     @contextmanager
     def tracing(self, round_index: int, spans: Spans) -> Iterator[None]:
@@ -129,12 +137,17 @@ class Recorder:
             log.write(**events.as_line(alarm))
 
     def write_metrics(
-        self, round_index: int, records: Sequence[RoundRecord], update: PPOUpdateMetrics, spans: Mapping[str, SpanTotal]
+        self,
+        round_index: int,
+        records: Sequence[RoundRecord],
+        update: PPOUpdateMetrics,
+        spans: Mapping[str, SpanTotal],
+        ranks: Mapping[str, Json] | None = None,
     ) -> events.RoundMeasured:
-        """Log the line of a round. What depends on the clock or the machine is under `timing`."""
+        """Log the line of a round. What depends on the clock or the machine is under `timing`; so do `ranks`."""
         seconds, lost = {name: round(total.wall_s, 6) for name, total in spans.items()}, self.hub.metrics()
         timing = {"collect_s": seconds["collect"], "update_s": seconds["update"], "spans": seconds}
-        values = round_values(records, update, timing | ({"hub": lost} if lost else {}))
+        values = round_values(records, update, timing | ({"hub": lost} if lost else {}) | dict(ranks or {}))
         self.folder.metrics.write(round=round_index, **values)
         return events.RoundMeasured(round_index, values)
 

@@ -49,6 +49,14 @@ def read_config(path: Path) -> TrainConfig:
     return _read_header(path)[0]
 
 
+def ranks_of(path: Path) -> int | None:
+    """The number of ranks of a run's last session; None before the first."""
+    log = path / SESSIONS
+    sessions = (line["machine"] for line in (read_lines(log) if log.is_file() else ()) if "machine" in line)
+    ranks = [int(machine.get("ranks", 1)) for machine in sessions]
+    return ranks[-1] if ranks else None
+
+
 def _read_header(path: Path) -> tuple[TrainConfig, int]:
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
@@ -204,7 +212,7 @@ class RunFolder:
         """Write the checkpoint after `rounds` rounds, with the state of the logs. Ctrl-C waits for it."""
         with interrupts_held():
             events, metrics = (LogState(log.flush(), log.sha256) for log in (self.events, self.metrics))
-            progress = Progress(rounds, events, metrics, Machine.here(), _data_of(self.config))
+            progress = Progress(rounds, events, metrics, Machine.here(), data_of(self.config))
             save_agent(agent, self.checkpoints.path_of(rounds), {"progress": progress, "watching": telemetry})
             self.checkpoints.prune()
 
@@ -246,13 +254,13 @@ def _read_checkpoint(path: Path, number: int, folder: Path, like: PPOAgent) -> t
     return Restored(agent, number, extras["watching"]), progress
 
 
-def _data_of(config: TrainConfig) -> tuple[str, ...]:
+def data_of(config: TrainConfig) -> tuple[str, ...]:
     """Digests of the data sets of a run. Each is loaded and read once per process."""
     return tuple(data_digest(get_task(name).load_data(config.data_dir)) for name in config.tasks)
 
 
 def _check_data(path: Path, config: TrainConfig, progress: Progress) -> None:
-    for task, then, now in zip(config.tasks, progress.data, _data_of(config), strict=True):
+    for task, then, now in zip(config.tasks, progress.data, data_of(config), strict=True):
         if then != now:
             raise CheckpointError(
                 f"{path} was trained on other data: those of {task!r} now have digest {now}, it had {then}; "

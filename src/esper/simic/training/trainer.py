@@ -7,34 +7,47 @@ one episode of all hosts in lockstep and one update of the policy. A *group* is 
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from esper.leyline import derive_seed, head_preset
+from esper.leyline.records import Json
 from esper.nissa import SinkSettings
 from esper.simic.agent import PPOAgent, PPOConfig, load_agent
+from esper.simic.distributed import Stragglers, World
 from esper.simic.offline.shards import check_unused
 from esper.simic.telemetry import Spans, check_trace
-from esper.simic.training.collect import RoundCollector, RoundRecord
+from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.episode import EpisodeRunner
-from esper.simic.training.hosts import Groups, check_device, growth_fleet
+from esper.simic.training.follower import agreed_content, settings_message, state_message
+from esper.simic.training.hosts import MakeFleet, check_device, growth_fleet
 from esper.simic.training.policy_files import begin_with, open_policy
 from esper.simic.training.recorder import Recorder
-from esper.simic.training.run_folder import Restored, RunFolder, check_settings, checkpoints_of, read_checksum
+from esper.simic.training.rollouts import RoundRecord
+from esper.simic.training.run_folder import (
+    CONFIG,
+    Restored,
+    RunFolder,
+    check_settings,
+    checkpoints_of,
+    ranks_of,
+    read_checksum,
+)
+from esper.simic.training.runners import divide_groups, make_runner
 from esper.simic.training.tape import RoundRecords
 from esper.storage.interrupts import interrupts_held
 from esper.storage.series import KEEP
 from esper.tamiyo import ActionTable, NetworkConfig, ObservationLayout, growth_layout, growth_table
-from esper.tolaria import get_task
 
 Begin = Callable[[PPOAgent, Path], None]  # changes a new agent; the path is the run's folder
 
 
 class Trainer:
-    """A run in its folder, new or resumed.
+    """A run in its folder, new or resumed. In a world of several ranks it is on rank 0, and a `Follower` on the others.
 
     `runners` play episodes, one runner per task; `collector` fills the rollout buffer from them; `agent` holds the
     policy and updates it; `recorder` writes logs and checkpoints.
@@ -51,14 +64,21 @@ class Trainer:
         profile: Path | None = None,
         record: Path | None = None,
         begin: Begin | None = None,
+        make_fleet: MakeFleet = growth_fleet,
+        world: World | None = None,
+        hosts_by_rank: Sequence[int] | None = None,
     ) -> None:
         """`sinks`: receivers of events beside the log. `profile`: folder for a trace of every operator of one round.
 
         `record`: folder for records of every transition. `begin`: teaches the new agent before the first round.
+        `make_fleet`: makes the hosts of each task. `hosts_by_rank`: hosts of every rank, controls included; by default
+        they are divided evenly.
         """
-        sinks = sinks or SinkSettings()
+        sinks, self.world = sinks or SinkSettings(), world or World()
         sinks.check()
         torch.set_num_threads(config.threads)
+        # Started again by the launcher, the same command continues the folder that it created.
+        resume = resume or (self.world.restarts > 0 and (folder / CONFIG).is_file())
         if resume:
             check_settings(folder, config)
         else:
@@ -70,8 +90,11 @@ class Trainer:
         check_device(config.device)
         if profile is not None:
             check_trace(profile / "trace.json.gz", config.device)
-        self.config = config
-        self.runners = [make_runner(config, name) for name in config.tasks]
+        self.config, device = config, self.world.device(config.device)
+        self.world.share(settings_message(config))
+        shares = divide_groups(config, self.world, hosts_by_rank)
+        local = replace(config, device=device)
+        self.runners = [make_runner(local, name, shares[0], make_fleet) for name in config.tasks]
         newest = checkpoints_of(folder).newest() if resume else None
         # A run that has begun must not read `config.start` again: it may have changed.
         source = (
@@ -85,17 +108,20 @@ class Trainer:
             total_updates=max(1, config.rounds),
             tasks=len(self.runners),
             rng_seed=derive_seed(config.seed, "agent") % 2**62,
-            device=config.device,
+            device=device,
         )
         if config.start is not None and newest is None:
             begin_with(agent, config.start, config.preset)
+        if self.world.size > 1:
+            self.world.agree(agreed_content(config, hosts_by_rank))
         # Last, so that a run that cannot start leaves nothing behind.
         if resume:
             self.folder, restored = RunFolder.open(folder, config, agent)
+            restored = with_other_ranks(restored, ranks_of(folder), self.world.size)
         else:
             self.folder, restored = RunFolder.create(folder, config, keep_checkpoints), Restored(agent)
         self.agent, self.round = restored.agent, restored.rounds
-        self.recorder = Recorder(self.folder, restored, sinks, profile)
+        self.recorder = Recorder(self.folder, restored, sinks, profile, self.world.size)
         if config.start is not None and not resume:
             self.recorder.save(self.agent, 0)
         self._begin = begin if newest is None else None
@@ -104,22 +130,40 @@ class Trainer:
             self.records = RoundRecords(record, self.runners, read_checksum(folder), self.round)
         self.spans = Spans()
         self.collector = RoundCollector(
-            self.runners, self.agent, config.reward, config.seed, self.spans, taped=record is not None
+            self.runners,
+            self.agent,
+            config.reward,
+            config.seed,
+            self.spans,
+            taped=record is not None,
+            world=self.world,
+            shares=shares,
         )
         self.collector.live = self.folder.live
+        self._stragglers = Stragglers()
 
     def run(self, *, progress: bool = True) -> None:
         """Train the remaining rounds. Ctrl-C and SIGTERM end it after the last complete round."""
-        if self._begin is not None:
-            self._teach(self._begin)
-        with self.recorder.session(lambda: self.round, progress=progress):
+        self.teach()
+        with self.recorder.session(lambda: self.round, progress=progress), self.world.stops_deferred():
+            self._share_state(self.round)
             while self.round < self.config.rounds:
                 self.run_round()
+                if self.collector.stopped:  # on any rank
+                    raise KeyboardInterrupt
 
-    def _teach(self, begin: Begin) -> None:
-        """Let the agent be taught, and store it as the checkpoint of round 0."""
+    def _share_state(self, round_index: int) -> None:
+        """Tell all ranks the agent's state before this round."""
+        if self.world.size > 1:
+            taped, stop = self.records is not None, self.collector.stopped
+            self.world.share(state_message(self.agent, round_index, taped=taped, stop=stop))
+
+    def teach(self) -> None:
+        """Let the agent be taught, if it is new, and store it as the checkpoint of round 0."""
+        if self._begin is None:
+            return
         try:
-            begin(self.agent, self.folder.path)
+            self._begin(self.agent, self.folder.path)
             if self.agent.config.leash > 0:
                 self.agent.hold_to_start()
             self.recorder.save(self.agent, 0)
@@ -138,10 +182,12 @@ class Trainer:
             examination = recorder.examination(self.agent, buffer)  # None, unless an alarm asked for details
             with self.spans("update"):
                 update = self.agent.update(buffer, examination)
+            with self.spans("share") if self.world.size > 1 else nullcontext():
+                self._share_state(self.round + 1)
             recorder.note_failed_compile(self.agent, self.round)
             with self.spans("watch"):
                 recorder.write_events(self.round, records, update, examination)
-        measured = recorder.write_metrics(self.round, records, update, self.spans.drain())
+        measured = recorder.write_metrics(self.round, records, update, self.spans.drain(), self._timing())
         if self.records is not None:  # before the checkpoint: each round that counts is recorded
             self.records.write(self.round, [record.episodes for record in records if record.episodes is not None])
         with interrupts_held():  # the checkpoint completes the round; Ctrl-C must not come between it and the count
@@ -149,6 +195,25 @@ class Trainer:
             self.round += 1
             recorder.show(measured, records)
         return records
+
+    def _timing(self) -> dict[str, Json]:
+        """What each rank took for the round, if there are several. Reports those that all others wait for."""
+        timing = self.collector.timing
+        if timing is None:
+            return {}
+        for rank, why in self._stragglers.look(timing.collect_s):
+            self.recorder.note_straggler(self.round, rank, why)
+        exchanged, self.world.exchanged = self.world.exchanged, 0
+        return timing.to_json(exchanged)
+
+
+def with_other_ranks(restored: Restored, before: int | None, now: int) -> Restored:
+    """With a remark if a run continues on another number of ranks."""
+    if before in (None, now):
+        return restored
+    remark = f"the run continues on {now} rank{'s' if now > 1 else ''}, it had {before}"
+    print(remark, flush=True)
+    return restored._replace(remarks=(*(restored.remarks or ()), remark))
 
 
 def common_view(
@@ -171,11 +236,3 @@ def agent_config(config: TrainConfig, runners: Sequence[EpisodeRunner], start: P
     if start is None or config.ppo.network != NetworkConfig():
         return own
     return replace(own, network=start.config.network)
-
-
-def make_runner(config: TrainConfig, task: str) -> EpisodeRunner:
-    """The hosts of one task in their groups; all tasks have the same number."""
-    groups = Groups.of(config.hosts // len(config.tasks), config.members)
-    spec = get_task(task) if config.batch is None else replace(get_task(task), batch=config.batch)
-    fleet = growth_fleet(spec, groups.hosts, config.device, data_dir=config.data_dir, isolation=config.isolation)
-    return EpisodeRunner(fleet, groups, head_preset(config.preset), sensing=config.sensing)

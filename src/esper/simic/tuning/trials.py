@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.leyline import gain_over, head_preset, objective
+from esper.leyline import HeadPreset, head_preset, objective
 from esper.leyline.progress import Advance, ignore
 from esper.leyline.records import checksum, encode
-from esper.simic.evaluation.arena import Lineups, MakePolicy, SideBySide, distinct, divide, hardened, open_arena
+from esper.simic.evaluation.arena import Arena, Lineups, MakePolicy, SideBySide, distinct, divide, open_arena
 from esper.simic.evaluation.workers import RunAll
 from esper.simic.evaluation.yardsticks import plan_policy
-from esper.simic.offline.records import RecordWriter
+from esper.simic.offline.records import Records, RecordWriter
+from esper.simic.offline.shards import SUFFIX
 from esper.simic.training.episode import EpisodeRunner, StepResult
 from esper.simic.training.hosts import host_seed
-from esper.simic.training.tape import record_header
+from esper.simic.training.tape import EpisodeTape, record_header
 from esper.tamiyo.policies import HeuristicConfig, HeuristicTamiyo
 from esper.tamiyo.policies.shipped import TunedKind
-from esper.tolaria import get_task
+from esper.tolaria import Task, get_task
 
 
 def heuristic_policy(runner: EpisodeRunner, lineups: Lineups[HeuristicConfig]) -> SideBySide:
@@ -45,6 +46,7 @@ class Trials:
     data_dir: Path | None = None
     record: Path | None = None
     defect: str = ""  # the kind of its hosts, numbered among themselves; empty: all hosts
+    arena: Arena | None = None  # where they are tried in this process; None: one of its own
 
     def __call__(
         self, run_all: RunAll, workers: int, advance: Advance, lineups: Lineups[Any], hosts: Sequence[int]
@@ -63,17 +65,14 @@ class Trials:
         self, lineups: Lineups[Any], hosts: Sequence[int], advance: Advance, share: tuple[range, range]
     ) -> Tensor:
         """Objectives (hosts, candidates) of one share, both given by index."""
-        arena = open_arena(get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir)
+        arena = self.arena or open_arena(
+            get_task(self.task), head_preset(self.preset), device=self.device, data_dir=self.data_dir
+        )
         make_policy: MakePolicy[Any] = heuristic_policy if self.kind == "heuristic" else plan_policy
         seeds = self.seeds([hosts[index] for index in share[1]])
         some = [[lineups[host][index] for index in share[0]] for host in share[1]]
-        if self.record is None:
-            return arena.run(make_policy, some, seeds, _objectives, advance)
-        names = [json.dumps(encode(candidate)) for candidate in distinct(some)]
-        # No search plays a candidate on a host twice, so no two shares have one name.
-        share_name = checksum({"policies": names, "hosts": seeds})[:16]
-        with RecordWriter(self.record, record_header(arena.task, arena.preset, names), f"{share_name}-") as writer:
-            return arena.run(make_policy, some, seeds, _objectives, advance, writer)
+        store = None if self.record is None else SearchStore(self.record, arena.task, arena.preset)
+        return arena.run(make_policy, some, seeds, _objectives, advance, store)
 
     def seeds(self, hosts: Sequence[int]) -> list[int]:
         """The seeds of these hosts."""
@@ -90,10 +89,45 @@ def _hosts_of_kind(task_name: str, rng_seed: int, defect: str, many: int) -> lis
     return list(islice((seed for seed in seeds if task.defect_of(seed) == defect), many))
 
 
+class SearchStore:
+    """Record files of a search, named by candidates and hosts. What an earlier process recorded is not played again."""
+
+    def __init__(self, folder: Path, task: Task, preset: HeadPreset) -> None:
+        self.folder, self.task, self.preset = folder, task, preset
+
+    def read(self, lineups: Lineups[Any], seeds: Sequence[int]) -> Tensor | None:
+        """Objectives (hosts, candidates) of a block, if all its episodes are recorded."""
+        files = sorted(self.folder.glob(f"{self._name(lineups, seeds)}-*{SUFFIX}"))
+        if not files:
+            return None
+        episodes, width = Records.open(files).episodes(), len(lineups[0])
+        if len(episodes.policy) < len(seeds) * width:
+            for file in files:
+                file.unlink()  # of a process that was killed between two files
+            return None
+        columns = (episodes.final_gain, episodes.fossil_parameters[:, -1], episodes.host_parameters)
+        return objective(*(column.double() for column in columns)).view(len(seeds), width)
+
+    def write(self, lineups: Lineups[Any], seeds: Sequence[int], tape: EpisodeTape, members: int) -> None:
+        """Record a block, without what was filled up."""
+        names = {candidate: number for number, candidate in enumerate(distinct(lineups))}
+        header = record_header(self.task, self.preset, [json.dumps(encode(candidate)) for candidate in names])
+        pairs = [(host, member) for host in range(len(seeds)) for member in range(len(lineups[0]))]
+        rows = [host * members + member for host, member in pairs]
+        numbers = [names[lineups[host][member]] for host, member in pairs]
+        with RecordWriter(self.folder, header, f"{self._name(lineups, seeds)}-") as writer:
+            writer.append(tape.episodes(rows, numbers, [seeds[host] for host, _ in pairs]))
+
+    def _name(self, lineups: Lineups[Any], seeds: Sequence[int]) -> str:
+        # No search plays a candidate on a host twice, so no two blocks have one name.
+        names = [json.dumps(encode(candidate)) for candidate in distinct(lineups)]
+        return checksum({"policies": names, "hosts": list(seeds)})[:16]
+
+
 def _objectives(runner: EpisodeRunner, result: StepResult) -> Tensor:
-    accuracy, control, added = (column.double() for column in hardened(result))
-    gain = gain_over(control, accuracy, by_loss=result.by_loss)
-    return objective(gain, added, runner.host_sizes.double())
+    # In single precision as far as records are, so that a record tells the same to the bit.
+    columns = (result.hardened_gain, result.fossil_parameters, runner.host_sizes)
+    return objective(*(column.double() for column in columns))
 
 
 def shares(candidates: int, hosts: int, workers: int) -> list[tuple[range, range]]:

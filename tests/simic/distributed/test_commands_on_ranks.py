@@ -1,0 +1,70 @@
+"""`esper evaluate`, `esper tune` and teaching on several ranks: what one process writes, to the last digit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from simic.training.tiny import QUICK, quick_config
+
+from esper.cli import main
+from esper.simic.offline.records import Records
+
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file without its provenance, which names the machine."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    content.pop("provenance", None)
+    return content
+
+
+def recorded(folder: Path) -> list[tuple[int, str, bytes]]:
+    """All episodes of a folder: host, policy, and what happened."""
+    records = Records.open(folder)
+    episodes = records.episodes()
+    return sorted(
+        (seed, records.policies[policy], row.numpy().tobytes())
+        for seed, policy, row in zip(
+            episodes.host_seed.tolist(), episodes.policy.tolist(), episodes.observations, strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, FOUR])
+def test_an_evaluation_is_the_same(ranks: int, quick_run: Path, tmp_path: Path) -> None:
+    """A learned policy, a rule and a yardstick that starts from the results of another; records too."""
+    quick_config()
+    policies = f"{quick_run},wait,random-commit,static:random-commit"
+    command = ["evaluate", "--task", QUICK, "--policies", policies, "--hosts", str(12 * ranks)]
+
+    def evaluate(name: str) -> None:
+        main([*command, "--json", str(tmp_path / f"{name}.json"), "--record", str(tmp_path / name)])
+
+    evaluate("one")
+    ended = run_ranks(lambda rank: evaluate("several"), ranks, tmp_path)
+    assert [rank.code for rank in ended] == [0] * ranks, ended
+    assert read(tmp_path / "several.json") == read(tmp_path / "one.json")
+    assert recorded(tmp_path / "several") == recorded(tmp_path / "one")
+    assert "objective" in ended[0].output
+    assert not any(rank.output for rank in ended[1:])
+
+
+@pytest.mark.parametrize("ranks", [2, FOUR])
+@pytest.mark.parametrize("kind", ["schedule", pytest.param("heuristic", marks=pytest.mark.slow)])
+def test_a_search_is_the_same(kind: str, ranks: int, tmp_path: Path) -> None:
+    """The file, and the records of all episodes."""
+    quick_config()
+    command = ["tune", "--task", QUICK, "--kind", kind, "--episodes", "24"]
+
+    def tune(name: str) -> None:
+        main([*command, "--out", str(tmp_path / f"{name}.json"), "--record", str(tmp_path / name)])
+
+    tune("one")
+    ended = run_ranks(lambda rank: tune("several"), ranks, tmp_path)
+    assert [rank.code for rank in ended] == [0] * ranks, ended
+    assert read(tmp_path / "several.json") == read(tmp_path / "one.json")
+    assert recorded(tmp_path / "several") == recorded(tmp_path / "one")
+    assert not any(rank.output for rank in ended[1:])
