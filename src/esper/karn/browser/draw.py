@@ -117,7 +117,7 @@ def status_of(watched: Watched) -> Markup:
     if isinstance(state, GrowthRun):
         parts.append(f"step {state.complete} of {state.config['steps']}")
     else:
-        parts.append(f"{len(state.rounds)} of {state.setting('rounds')} rounds complete")
+        parts.append(f"{len(state.rounds)} of {state.setting('rounds')} rounds")
         if (playing := state.playing) is not None:
             parts.append(f"round {playing.number} is being played: step {playing.trained} of {playing.steps}")
     shown = " · ".join(parts)

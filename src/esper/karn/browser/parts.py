@@ -25,7 +25,8 @@ def sparkline(values: Curve, steps: int) -> Markup:
     """A small curve with its zero dashed; as wide as the whole episode."""
     known = [value for value in values if value is not None]
     low, high = min([0.0, *known]), max([0.0, *known])
-    scale = (SPARK_HEIGHT - 4) / max(1e-9, high - low)
+    low, high = (low, high) if high > low else (-1.0, 1.0)
+    scale = (SPARK_HEIGHT - 4) / (high - low)
 
     def place(step: int, value: float) -> str:
         return f"{step * SPARK_WIDTH / max(1, steps):.1f},{2 + (high - value) * scale:.1f}"
@@ -114,7 +115,7 @@ def seeds_table(history: HostHistory, slots: Sequence[str]) -> Markup:
         return note("All slots are empty.")
     head = ("slot", "stage", "blueprint", "alpha", "born at", "audition", "contribution")
     return table(
-        head, rows, f"Slots after step {history.trained}; auditions and contributions in points ± their error."
+        head, rows, f"Slots now, after step {history.trained}; auditions and contributions in points ± their error."
     )
 
 
