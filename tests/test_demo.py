@@ -45,5 +45,6 @@ def test_the_demo_at_its_smallest(tmp_path: Path) -> None:
     assert all(len(figures["objective"]) == 2 for figures in found["policies"].values())
     assert found["policies"]["wait"]["objective"] == [0.0, 0.0]
     assert (folder / "report.html").stat().st_size > 10_000
+    assert (folder / "growth.gif").read_bytes().startswith(b"GIF89a")
     for word in ("learned", "schedule", "heuristic", "report.html", "unseen hosts", "minutes in all"):
         assert word in done.stdout

@@ -12,6 +12,7 @@ from torch import nn
 
 import esper
 from esper.cli import main
+from esper.karn.browser import server
 from esper.simic.training.config import TrainConfig, taught_config
 from esper.tolaria import TaskRegistry
 
@@ -137,6 +138,8 @@ def test_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("esper.karn.terminal.opening.import_module", lambda name: Glance())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(server, "listen", lambda *_: None)  # or it would serve until Ctrl-C
+    monkeypatch.setattr(server.Server, "app", lambda *_: None)
     for words in commands_of(page):
         if words[0] != "esper":
             continue

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from esper.cli.evaluate import print_report
-from esper.karn import read_run, write_report
+from esper.karn import read_run, write_film, write_report
 from esper.karn.sections import what_was_learned
 from esper.simic.agent import PPOAgent
 from esper.simic.evaluation.comparison import EvaluationReport, TaskComparison, kinds_of_hosts
@@ -29,6 +29,7 @@ from esper.tolaria import get_task
 TASK = "digits_varied"
 RULES = ("schedule", "heuristic:shipped", "random", "wait")
 EVALUATION_SEED = 7
+FILM = "growth.gif"
 MEMBERS = 3  # hosts per group, without its control; small groups show hosts of more kinds
 
 
@@ -87,6 +88,7 @@ class DemoCommand:
         for sentence in ["", *what_was_learned(read_run(folder)), _on_unseen(results["learned"])]:
             console.print(sentence)
         console.print(f"\nThe whole story, with pictures: {write_report(folder)}", soft_wrap=True)
+        console.print(f"The best host of the last round, growing: {write_film(folder, folder / FILM)}", soft_wrap=True)
         console.print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from esper.karn.film import Film, Frame, between
 from esper.karn.film_layout import WIDTH, Circle, Line, Rect, Shape, height, moving, still
-from esper.karn.palette import PAPER
+from esper.karn.palette import PAPER, STAGES
 from esper.leyline import BadValueError
 from esper.storage.files import replace_file
 
@@ -49,11 +49,7 @@ def to_gif(film: Film) -> bytes:
 
     drawing, frames = _Drawing(film), _smooth(film)
     last = drawing.at(frames[-1])
-    # One palette for all pictures, from the first and the last, which have every colour of the film's kind.
-    both = Image.new("RGB", (last.width, 2 * last.height))
-    both.paste(drawing.at(frames[len(frames) // 2]), (0, 0))
-    both.paste(last, (0, last.height))
-    palette = both.quantize(COLOURS)
+    palette = _palette([drawing.at(frames[0]), last])
     pictures = [drawing.at(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     each = max(20, round(1000 * SECONDS / len(frames) / 10) * 10)
     times = [each] * (len(frames) - 1) + [REST_MS]
@@ -62,6 +58,19 @@ def to_gif(film: Film) -> bytes:
         written, "GIF", save_all=True, append_images=pictures[1:], duration=times, loop=0, optimize=False, disposal=1
     )
     return written.getvalue()
+
+
+def _palette(samples: "list[Image]") -> "Image":
+    """One palette for all pictures of a film. Every stage has its own colour in it, however small its seeds are."""
+    from PIL import Image
+
+    wide, tall = samples[0].size
+    together = Image.new("RGB", (wide, tall * len(samples) + 20 * len(STAGES)), PAPER)
+    for index, sample in enumerate(samples):
+        together.paste(sample, (0, index * tall))
+    for index, colour in enumerate(STAGES.values()):
+        together.paste(colour, (0, tall * len(samples) + 20 * index, wide, tall * len(samples) + 20 * (index + 1)))
+    return together.quantize(COLOURS)
 
 
 def frame_at(film: Film, step: float) -> Frame:

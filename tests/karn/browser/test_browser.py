@@ -188,7 +188,7 @@ def test_a_live_run(page: "Page", address: str, root: Path) -> None:
         file.writelines(json.dumps({**event, "round": 1}) + "\n" for event in default_events(1))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(1)) + "\n")
-    page.wait_for_selector("text=2 of 3 rounds complete")
+    page.wait_for_selector("text=2 of 3 rounds")
     assert "step 5 of 8" in page.locator(".film svg").first.text_content()
     step = {
         "kind": "step", "time": 1.0, "round": 2, "task": "digits_hand", "step": 0, "steps": 8, "first_env": 0,
@@ -229,7 +229,7 @@ def test_the_token(chromium: "Browser", root: Path, tmp_path: Path) -> None:
         show(page, address)
         assert token not in page.url
         page.get_by_role("link", name="trained").click()
-        page.wait_for_selector("text=2 of 3 rounds complete")
+        page.wait_for_selector("text=2 of 3 rounds")
         page.wait_for_function("window.socket && window.socket.connected")
 
 

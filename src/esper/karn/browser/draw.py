@@ -8,6 +8,7 @@ from esper.karn.browser.sql import sql_view
 from esper.karn.browser.watched import Watched
 from esper.karn.film import Film, film_of_growth, film_of_host, film_of_playing
 from esper.karn.growth import GrowthRun
+from esper.karn.overview import condition_of
 from esper.karn.page import Markup, element, note
 from esper.karn.state import RunState
 from esper.leyline import BadValueError, EsperError
@@ -112,13 +113,11 @@ def status_of(watched: Watched) -> Markup:
     if follower.gone:
         return Markup(element("b", "This run was deleted; shown is what was read before."))
     read, size = follower.behind
-    parts = list[str]()
+    parts = [condition_of(follower)]
     if isinstance(state, GrowthRun):
         parts.append(f"step {state.complete} of {state.config['steps']}")
-        if state.finish is not None:
-            parts.append("finished")
     else:
-        parts.append(f"{len(state.rounds)} of {state.setting('rounds')} rounds complete")
+        parts.append(f"{len(state.rounds)} of {state.setting('rounds')} rounds")
         if (playing := state.playing) is not None:
             parts.append(f"round {playing.number} is being played: step {playing.trained} of {playing.steps}")
     shown = " · ".join(parts)

@@ -50,4 +50,5 @@ def decisions(run: GrowthRun) -> list[Markup]:
 def log(run: GrowthRun) -> list[Markup]:
     """What happened, and remarks."""
     remarks = [element("li", f"step {step.number}: {remark}") for step in run.steps for remark in step.remarks]
-    return [*log_lines(run.histories(), with_host=False), *([element("ul", *remarks, class_="log")] if remarks else [])]
+    lines = log_lines(0, run.histories(), with_host=False)
+    return [*lines, element("ul", *remarks, class_="log")] if remarks else lines

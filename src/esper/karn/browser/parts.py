@@ -4,24 +4,29 @@ from collections.abc import Mapping, Sequence
 
 from esper.karn.browser.asked import Asked
 from esper.karn.histories import Curve, HostHistory, SeedNow
+from esper.karn.overview import entries_of
 from esper.karn.page import Markup, element, note, table
 from esper.karn.palette import LETTERS, STAGES, ink_on
-from esper.karn.timeline import MARKS, marks_of
 from esper.leyline import Measurement, SeedStage
 
 SPARK_WIDTH, SPARK_HEIGHT = 96.0, 24.0
 MOST_LINES = 400
 """Of a log on one page"""
-VERBS = {"birth": "born", "commit": "committed", "cut": "cut"}
-SYMBOLS = {"^": "▲", "*": "★", "X": "✖"}
-"""Marks of timelines as letters"""
+VERBS = {
+    "birth": ("▲", "born"),
+    "commit": ("★", "committed"),
+    "cut": ("✖", "cut"),
+    "panic": ("!", "panic: back to the snapshot"),
+}
+"""What happened → its mark in timelines, and a verb"""
 
 
 def sparkline(values: Curve, steps: int) -> Markup:
     """A small curve with its zero dashed; as wide as the whole episode."""
     known = [value for value in values if value is not None]
     low, high = min([0.0, *known]), max([0.0, *known])
-    scale = (SPARK_HEIGHT - 4) / max(1e-9, high - low)
+    low, high = (low, high) if high > low else (-1.0, 1.0)
+    scale = (SPARK_HEIGHT - 4) / (high - low)
 
     def place(step: int, value: float) -> str:
         return f"{step * SPARK_WIDTH / max(1, steps):.1f},{2 + (high - value) * scale:.1f}"
@@ -110,7 +115,7 @@ def seeds_table(history: HostHistory, slots: Sequence[str]) -> Markup:
         return note("All slots are empty.")
     head = ("slot", "stage", "blueprint", "alpha", "born at", "audition", "contribution")
     return table(
-        head, rows, f"Slots after step {history.trained}; auditions and contributions in points ± their error."
+        head, rows, f"Slots now, after step {history.trained}; auditions and contributions in points ± their error."
     )
 
 
@@ -140,21 +145,16 @@ def _likeliest(options: Mapping[str, float], most: int = 3) -> str:
     return ", ".join(f"{name} {100 * chance:.0f} %" for name, chance in list(options.items())[:most])
 
 
-def log_lines(hosts: Sequence[HostHistory], *, with_host: bool) -> list[Markup]:
-    """Births, commits, cuts and panics, the newest first."""
-    lines: list[tuple[int, int, str]] = []
-    for host in hosts:
-        where = f", host {host.env}" if with_host else ""
-        for mark in marks_of(host.changes):
-            name, symbol = MARKS[mark.target]
-            words = f"{SYMBOLS[symbol]} {mark.blueprint or 'a seed'} {VERBS[name]} in {mark.slot}{where}"
-            lines.append((mark.at, host.env, words))
-        for panic in host.panics:
-            why = ", ".join(panic.symptoms) or "no symptom recorded"
-            lines.append((panic.step + 1, host.env, f"! panic{where}: back to its snapshot ({why})"))
-    lines.sort(reverse=True)
-    entries = [element("li", element("b", f"step {step}"), " ", words) for step, _, words in lines[:MOST_LINES]]
+def log_lines(number: int, hosts: Sequence[HostHistory], *, with_host: bool) -> list[Markup]:
+    """Births, commits, cuts and panics of a round, the newest first."""
+    entries = entries_of(number, hosts)[::-1]
     if not entries:
-        return [note("Nothing was born, committed or cut in this round.")]
-    rest = [note(f"{len(lines) - MOST_LINES} earlier lines are not shown.")] if len(lines) > MOST_LINES else []
-    return [element("ul", *entries, class_="log"), *rest]
+        return [note("Nothing was born, committed or cut yet.")]
+    lines = []
+    for entry in entries[:MOST_LINES]:
+        symbol, verb = VERBS[entry.what]
+        what = f"{entry.blueprint or 'a seed'} {verb} in {entry.slot}" if entry.slot else f"{verb} ({entry.blueprint})"
+        where = f", host {entry.env}" if with_host else ""
+        lines.append(element("li", element("b", f"step {entry.at}"), f" {symbol} {what}{where}"))
+    more = len(entries) - MOST_LINES
+    return [element("ul", *lines, class_="log"), *([note(f"{more} earlier lines are not shown.")] if more > 0 else [])]

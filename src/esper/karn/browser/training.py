@@ -1,6 +1,5 @@
 """The views of a training run."""
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,14 +11,12 @@ from esper.karn.evaluations import read_evaluations
 from esper.karn.film import film_of_host, film_of_playing
 from esper.karn.film_page import FILM_CAPTION, film_element
 from esper.karn.histories import HostHistory
+from esper.karn.overview import health_of, pace_of
 from esper.karn.page import Markup, element, facts_list, note, picture, stage_legend, table
 from esper.karn.sections import decisions_section, health_section, life_of, policies_section, what_was_learned
 from esper.karn.state import RunState
 from esper.karn.timeline import draw_host, ranking
 from esper.leyline import BadValueError
-
-SPEED_OVER = 10
-"""Rounds over which the speed is a mean"""
 
 
 def played(state: RunState, asked: Asked) -> tuple[int, list[HostHistory]]:
@@ -37,34 +34,36 @@ def overview(state: RunState) -> list[Markup]:
     parts = [element("p", " ".join(what_was_learned(state)), class_="lead"), facts_list(progress(state))]
     curves = [picture(panel.patterns[0], panels.draw_panel(state, panel), panel.meaning) for panel in panels.LEARNING]
     parts.append(element("div", *curves, class_="gallery two"))
-    return [*parts, element("h2", "Alarms"), *alarms(state)]
+    return [*parts, element("h2", "Health"), unhealthy(state), element("h2", "Alarms"), *alarms(state)]
 
 
 def progress(state: RunState) -> dict[str, object]:
     """Rounds, speed and time left."""
-    done, planned = len(state.rounds), state.setting("rounds")
+    pace, planned = pace_of(state), state.setting("rounds")
     facts: dict[str, object] = {
         "task": state.setting("task"),
         "seed": state.setting("seed"),
-        "rounds": f"{done} complete of {planned}",
+        "rounds": f"{len(state.rounds)} complete of {planned}",
     }
-    seconds = [
-        entry.columns.get("timing/collect_s", 0.0) + entry.columns.get("timing/update_s", 0.0)
-        for entry in state.rounds[-SPEED_OVER:]
-    ]
-    each = statistics.fmean(seconds) if seconds else 0.0
-    if each > 0 and isinstance(planned, int):
-        facts["time for a round"] = f"{each:.1f} s"
-        if hosts := len(state.episodes.get(state.complete, [])):
-            facts["episodes per hour"] = f"{3600 * hosts / each:,.0f} of hosts that grow"
-        if done < planned:
-            facts["time left"] = _duration(each * (planned - done))
+    if pace.episodes_per_hour is not None:
+        facts["episodes per hour"] = f"{pace.episodes_per_hour:,.0f} of hosts that grow"
+    if pace.seconds_left:
+        facts["time left"] = _duration(pace.seconds_left)
     return facts
 
 
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def unhealthy(state: RunState) -> Markup:
+    """Numbers of the last round that are out of their healthy range."""
+    counted, found = health_of(state)
+    if not found:
+        return note(f"All {counted} numbers of the learner that have a healthy range are in it.")
+    rows = [(each.name, f"{each.value:.4g}", each.healthy) for each in found]
+    return table(("metric", "value", "healthy"), rows, f"Out of range in the last round, of {counted} numbers.")
 
 
 def alarms(state: RunState) -> list[Markup]:
@@ -129,7 +128,7 @@ def health(state: RunState) -> list[Markup]:
 def log(state: RunState, asked: Asked) -> list[Markup]:
     """What happened in a round, and alarms."""
     number, hosts = played(state, asked)
-    lines = log_lines(hosts, with_host=True)
+    lines = log_lines(number, hosts, with_host=True)
     return [
         chooser(asked, state, number),
         element("h2", f"Round {number}"),
