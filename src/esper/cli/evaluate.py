@@ -133,7 +133,7 @@ class EvaluateCommand:
     """Folder of the data sets (default: $ESPER_DATA, else the user's cache)."""
 
     def run(self, console: Console) -> None:
-        """Evaluate, on all ranks of torchrun; rank 0 prints tables of policies and their differences, writes the files."""
+        """Evaluate on all ranks of torchrun; rank 0 prints tables of policies and their differences, writes files."""
         torch.set_num_threads(1)
         with open_world() as world:
             if world.rank:
