@@ -174,6 +174,17 @@ def folder_lock(folder: Path) -> Iterator[None]:
         release(lock)
 
 
+@contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Hold a file or folder that exists, for work that only one process has to do; waits for those before."""
+    with storage_errors(path):
+        lock = acquire(path, wait=True)
+    try:
+        yield
+    finally:
+        release(lock)
+
+
 def sync_to_disk(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk. Does nothing for folders where the system cannot."""
     if path.is_dir() and os.name != "posix":

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import time
 import urllib.request
 from email.message import Message
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from esper.leyline.errors import DataError
+from esper.tolaria.data import directory
 from esper.tolaria.data.directory import RemoteFile, data_directory, fetch, locate
 
 CONTENT = b"forty-two" * 1000
@@ -155,3 +157,24 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path, mirror: str) -> None:
     (tmp_path / "set").write_bytes(b"")
     with pytest.raises(DataError, match=r"file\.bin"):
         locate(remote(mirror), tmp_path / "set")
+
+
+def test_of_several_processes_one_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it, and find the file."""
+    content, told = b"numbers", tmp_path / "told.txt"
+    remote = RemoteFile("file", len(content), "sha256", hashlib.sha256(content).hexdigest(), ("https://a.invalid",))
+
+    def download(url: str, wanted: RemoteFile) -> bytes:
+        with told.open("a") as log:
+            log.write("!")
+        time.sleep(0.3)
+        return content
+
+    monkeypatch.setattr(directory, "_download", download)
+    children = []
+    for _ in range(3):
+        if not (child := os.fork()):
+            os._exit(0 if locate(remote, tmp_path / "data").read_bytes() == content else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+    assert told.read_text() == "!"

@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from typing import IO, Literal, cast
 
 from esper.leyline.errors import DataError
 from esper.leyline.progress import progress_bar
-from esper.storage.files import replace_file
+from esper.storage.files import replace_file, waiting_lock
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30.0
@@ -68,7 +68,9 @@ def locate(remote: RemoteFile, folder: Path) -> Path:
     path = folder / remote.name
     try:
         if not path.exists():
-            return fetch(remote, folder)
+            with waiting_lock(folder) if prepare_folder(folder) else nullcontext():
+                if not path.exists():  # of several processes, the first has fetched it for all
+                    return fetch(remote, folder)
         size = path.stat().st_size
         if size != remote.size:
             difference = f"{size} bytes instead of {remote.size}"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
 from esper.leyline.progress import progress_bar
-from esper.storage.files import replace_file
+from esper.storage.files import replace_file, waiting_lock
 from esper.tolaria.data.arrays import ImageArrays, LabelledImages, check_image_arrays
 from esper.tolaria.data.directory import SUFFIXES, archive_files, checksum, prepare_folder, user_cache
 
@@ -44,6 +44,12 @@ def read_image_folder(source: Path) -> ImageArrays:
         raise DataError(f"{source} cannot be read: {error}") from error
     if (cached := _load_cache(cache)) is not None:
         return cached
+    with waiting_lock(source):
+        # Of several processes, the first has decoded the images for all.
+        return _load_cache(cache) or _decode_into(cache, source)
+
+
+def _decode_into(cache: Path, source: Path) -> ImageArrays:
     entries: Mapping[str, Path | bytes]
     if source.is_dir():
         entries = {path.relative_to(source).as_posix(): path for path in _walk(source)}

@@ -1,0 +1,229 @@
+"""Kill ranks: runs under torchrun of which a rank is killed (SIGKILL) at random moments end like one that was not.
+
+python benchmarks/kill_ranks.py --runs 20 --ranks 2
+
+torchrun starts the ranks again, and the same command continues the folder. A moment is a random time, or for rank 0 a
+random operation on a file of the run; half of the runs are killed again after the restart. Metrics (without timing),
+events and the last checkpoint must equal those of the run that nothing happened to, bit for bit.
+
+With --elastic, two agents of torchrun (`--nnodes 1:2`) share the work, and the second one is killed with its rank: the
+first one must continue alone.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from harness import RESULTS, Json, print_table, write_result
+from kill_resume import differences, tiny_task
+from kills import FileKill
+
+from esper.leyline import EsperError
+from esper.simic.distributed import open_world
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.follower import Follower
+from esper.simic.training.run_folder import SESSIONS
+from esper.simic.training.trainer import Trainer
+from esper.storage.files import remove_leftovers
+from esper.storage.logs import read_lines
+
+RESTARTS = 3
+LIMIT_S = 300.0  # that a run may take before something is wrong with it
+KILLS = "KILL_RANKS"  # the variable that tells ranks when they die: `restart:rank:kind:moment`, separated by commas
+
+
+# -- in the ranks -----------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, rounds: int, hosts: int) -> None:
+    """Train on this rank, as `esper train` does."""
+    config = TrainConfig(task=tiny_task("digits_blind"), rounds=rounds, hosts=hosts, members=1)
+    _die_as_told(folder)
+    try:
+        with open_world() as world:
+            if world.rank:
+                Follower(world, config).run()
+            else:
+                Trainer(config, folder, world=world).run(progress=False)
+    except EsperError as error:
+        print(f"rank 0: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _die_as_told(folder: Path) -> None:
+    restart, rank = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+    for kill in filter(None, os.environ.get(KILLS, "").split(",")):
+        when, whom, kind, moment = kill.split(":")
+        if (when, whom) == (restart, rank) and kind == "file":
+            FileKill(folder, int(moment))
+        elif (when, whom) == (restart, rank):
+            timer = threading.Timer(float(moment), os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+
+# -- in the process that starts torchrun ------------------------------------------------------------------------------
+
+
+def torchrun(*options: str) -> list[str]:
+    """The command that starts ranks of this file."""
+    return [sys.executable, "-m", "torch.distributed.run", *options, __file__]
+
+
+def start(command: list[str], kills: str = "") -> "subprocess.Popen[str]":
+    """Start torchrun in a session of its own, on the loopback device."""
+    environment = {**os.environ, KILLS: kills, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def run(folder: Path, arguments: argparse.Namespace, kills: str = "") -> float:
+    """One run until torchrun ends; returns its seconds."""
+    options = ["--nproc-per-node", str(arguments.ranks), "--standalone", "--max-restarts", str(RESTARTS)]
+    begin = time.perf_counter()
+    process = start([*torchrun(*options), *worker_arguments(folder, arguments)], kills)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        for number in _tree(process.pid):
+            os.kill(number, signal.SIGKILL)
+        output, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"torchrun ended with {process.returncode} under {kills!r}:\n{output}")
+    return time.perf_counter() - begin
+
+
+def worker_arguments(folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """What the ranks are told."""
+    return ["--train", str(folder), "--rounds", str(arguments.rounds), "--hosts", str(arguments.hosts)]
+
+
+def draw_kills(dice: random.Random, ranks: int, seconds: float) -> str:
+    """When which rank dies; half of the runs again after the restart."""
+    kills = []
+    for restart in range(1 + (dice.random() < 0.5)):
+        rank = dice.randrange(ranks)
+        if rank == 0 and dice.random() < 0.5:
+            kills.append(f"{restart}:0:file:{dice.randint(1, 60)}")
+        else:
+            kills.append(f"{restart}:{rank}:clock:{dice.uniform(0.0, seconds):.3f}")
+    return ",".join(kills)
+
+
+def sessions(folder: Path) -> list[dict[str, Any]]:
+    """The begins of a run's sessions."""
+    return [line for line in read_lines(folder / SESSIONS) if line["kind"] in ("begun", "resumed")]
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
+    """The run that nothing happens to, then the others."""
+    whole = folder / "whole"
+    run(whole, arguments)
+    lines = list(read_lines(whole / "metrics.jsonl"))
+    # From the start of training to its end; starting torch is not counted, nor killed.
+    seconds = 2.0 + sum(line["timing"]["collect_s"] + line["timing"]["update_s"] for line in lines)
+    outcomes: list[dict[str, Json]] = []
+    for number in range(arguments.runs):
+        place, kills = (
+            folder / f"run-{number}",
+            draw_kills(random.Random(f"{arguments.seed} {number}"), arguments.ranks, seconds),
+        )
+        took = run(place, arguments, kills)
+        remove_leftovers(place)
+        outcome = {"kills": kills, "sessions": len(sessions(place)), "seconds": took}
+        outcomes.append({**outcome, "differences": list(differences(whole, place))})
+        print(f"{number}: {outcomes[-1]}", flush=True)
+    return {
+        **{"runs": arguments.runs, "ranks": arguments.ranks, "rounds": arguments.rounds, "hosts": arguments.hosts},
+        "seconds_in_which_kills_come": seconds,
+        "runs_equal": sum(not outcome["differences"] for outcome in outcomes),
+        "restarted": sum(int(str(outcome["sessions"])) > 1 for outcome in outcomes),
+        "outcomes": outcomes,
+    }
+
+
+def lose_an_agent(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
+    """Two agents; the second is killed with its rank in the second round, and the first continues alone."""
+    whole, place = folder / "whole", folder / "elastic"
+    arguments.ranks = 1
+    run(whole, arguments)
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", str(RESTARTS), "--rdzv-backend", "c10d"]
+    conf = ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    options += ["--rdzv-endpoint", f"localhost:{arguments.port}", "--rdzv-id", "kills", *conf]
+    command = [*torchrun(*options), *worker_arguments(place, arguments)]
+    first = start(command)  # it has the store at which agents meet
+    time.sleep(1.0)
+    second = start(command)
+    log, deadline = place / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while not log.exists() or sum(1 for _ in read_lines(log)) < 2:
+        if time.monotonic() > deadline or first.poll() is not None:
+            raise RuntimeError(f"no second round came: {first.communicate()[0]}")
+        time.sleep(0.05)
+    leads = Counter(line["machine"].get("ranks", 1) for line in sessions(place))
+    for number in _tree(second.pid):
+        os.kill(number, signal.SIGKILL)
+    second.wait()
+    output, _ = first.communicate(timeout=LIMIT_S)
+    remarks = [remark for line in sessions(place) for remark in line.get("remarks", ())]
+    return {
+        "exit_code": first.returncode,
+        "ranks_before": max(leads),
+        "remarks": remarks,
+        "differences": list(differences(whole, place)) if first.returncode == 0 else [output[-2000:]],
+    }
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all that it has started."""
+    children = Path(f"/proc/{root}/task/{root}/children").read_text().split()
+    return [root, *(number for child in children for number in _tree(int(child)))]
+
+
+def main() -> None:
+    """Kill and compare, print one table, write one JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, default=29876)
+    parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.train is not None:
+        train(arguments.train, arguments.rounds, arguments.hosts)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.elastic:
+            result = lose_an_agent(arguments, Path(folder))
+            print_table("two agents, one killed", ["what", "value"], [(k, str(v)) for k, v in result.items()])
+            write_result("kill_agent", result, arguments.out)
+            good = not result["differences"] and result["ranks_before"] == 2
+        else:
+            result = measure(arguments, Path(folder))
+            names = ("runs", "runs_equal", "restarted")
+            print_table(f"{arguments.ranks} ranks", ["", "runs"], [(name, result[name]) for name in names])
+            write_result("kill_ranks", result, arguments.out)
+            good = result["runs_equal"] == arguments.runs
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

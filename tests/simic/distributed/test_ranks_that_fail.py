@@ -1,0 +1,155 @@
+"""One clear message from rank 0, an exit code other than 0, and nothing half-written, whatever is wrong."""
+
+import os
+import signal
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import Ended, run_ranks
+from simic.training.smallest import results
+from simic.training.tiny import quick_config
+
+from esper.leyline import BadValueError, DataError
+from esper.nissa import SinkSettings
+from esper.simic.distributed import Stragglers, divide_hosts, open_world, world
+from esper.simic.training.collect import RoundCollector
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.follower import Follower
+from esper.simic.training.run_folder import RunFolder
+from esper.simic.training.trainer import Trainer
+from esper.storage.logs import read_lines
+
+
+def train(config: TrainConfig, folder: Path) -> None:
+    """On the rank of this process."""
+    warnings.simplefilter("ignore", RuntimeWarning)  # of a run without checkpoints
+    with open_world() as ours:
+        if ours.rank:
+            Follower(ours, config).run()
+        else:
+            Trainer(config, folder, world=ours, sinks=SinkSettings()).run(progress=False)
+
+
+def check(ended: list[Ended], folder: Path, *words: str) -> None:
+    """The message is rank 0's alone, and the run's folder was not made."""
+    first, *others = ended
+    assert [rank.code for rank in ended] == [2] * len(ended), ended
+    assert all(word in first.output for word in words), first.output
+    assert first.output.count("\n") == 1
+    assert not any(rank.output for rank in others)
+    assert not folder.exists()
+
+
+def test_more_ranks_than_groups(tmp_path: Path) -> None:
+    """Two groups cannot be divided among three."""
+    config = quick_config()
+    ended = run_ranks(lambda rank: train(config, tmp_path / "run"), 3, tmp_path)
+    check(ended, tmp_path / "run", "3 ranks are more than the 2 groups", "at most 2 ranks")
+
+
+def test_other_settings(tmp_path: Path) -> None:
+    """The message names the setting, both values and the rank."""
+    config = quick_config()
+    ended = run_ranks(lambda rank: train(replace(config, seed=rank), tmp_path / "run"), 2, tmp_path)
+    check(ended, tmp_path / "run", "rank 1 differs from rank 0: settings/seed 1, not 0")
+
+
+def test_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of the sources is compared."""
+    config = quick_config()
+    monkeypatch.setattr(world, "source_digest", lambda: os.environ["RANK"])
+    ended = run_ranks(lambda rank: train(config, tmp_path / "run"), 2, tmp_path)
+    check(ended, tmp_path / "run", "rank 1 differs from rank 0: code '1', not '0'")
+
+
+def test_a_rank_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own error, told by rank 0."""
+    config = quick_config()
+
+    def work(rank: int) -> None:
+        if rank:
+            monkeypatch.setattr("esper.simic.training.runners.growth_fleet", missing)
+        train(config, tmp_path / "run")
+
+    def missing(*_: object, **__: object) -> None:
+        raise DataError("digits.csv is not here; fetch it")
+
+    ended = run_ranks(work, 2, tmp_path)
+    check(ended, tmp_path / "run", "rank 1: digits.csv is not here; fetch it")
+
+
+def test_a_rank_that_fails_or_dies_in_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 says whose error it is. Started again, the same command ends as if nothing had happened."""
+    config, collect = quick_config(2), RoundCollector.collect
+    Trainer(config, tmp_path / "whole").run(progress=False)
+
+    def fail(rank: int, die: bool) -> None:
+        def collect_or_fail(self: RoundCollector, round_index: int) -> object:
+            if rank and round_index == 1:
+                if die:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise BadValueError("the disk of this rank is on fire")
+            return collect(self, round_index)
+
+        monkeypatch.setattr(RoundCollector, "collect", collect_or_fail)
+        train(config, tmp_path / "run")
+
+    first, second = run_ranks(lambda rank: fail(rank, die=False), 2, tmp_path)
+    assert (first.code, second.code) == (2, 2)
+    assert first.output == "esper: rank 1: the disk of this rank is on fire\n"
+    first, second = run_ranks(lambda rank: fail(rank, die=True), 2, tmp_path, TORCHELASTIC_RESTART_COUNT="1")
+    assert (first.code, second.code) == (2, -signal.SIGKILL)
+    assert "the connection to another rank broke" in first.output
+    refused = run_ranks(lambda rank: train(config, tmp_path / "run"), 1, tmp_path)[0]
+    assert (refused.code, "is in use" in refused.output) == (2, True)
+    again = run_ranks(lambda rank: train(config, tmp_path / "run"), 1, tmp_path, TORCHELASTIC_RESTART_COUNT="2")[0]
+    assert again.code == 0, again.output
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    remarks = [remark for line in read_lines(tmp_path / "run" / "sessions.jsonl") for remark in line.get("remarks", ())]
+    assert remarks == ["the run continues on 1 rank, it had 2"]
+
+
+def test_a_restart_before_the_first_checkpoint(tmp_path: Path) -> None:
+    """The folder that the killed processes made is continued; a first start refuses it."""
+    config = quick_config(1)
+    RunFolder.create(tmp_path / "run", config).__exit__(None)
+    ended = run_ranks(lambda rank: train(config, tmp_path / "run"), 2, tmp_path, TORCHELASTIC_RESTART_COUNT="1")
+    assert [rank.code for rank in ended] == [0, 0], ended
+
+
+def test_all_ranks_stop_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to one of them: the round is completed, and all end alike."""
+    config, collect = quick_config(3), RoundCollector.collect
+
+    def stop(rank: int) -> None:
+        def collect_and_stop(self: RoundCollector, round_index: int) -> object:
+            if rank and round_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return collect(self, round_index)
+
+        monkeypatch.setattr(RoundCollector, "collect", collect_and_stop)
+        train(config, tmp_path / "run")
+
+    first, second = run_ranks(stop, 2, tmp_path)
+    assert (first.code, second.code) == (0, 0)  # the command line makes it 130
+    assert "stopped after round 2; continue with --resume" in first.output
+    assert len(list(read_lines(tmp_path / "run" / "metrics.jsonl"))) == 2
+
+
+def test_shares() -> None:
+    """By hand: 7 groups of 3 and a control on 3 ranks; then unequal ones."""
+    assert [share.groups for share in divide_hosts(28, 3, 1, 3)] == [range(3), range(3, 5), range(5, 7)]
+    assert [share.groups for share in divide_hosts(24, 1, 2, 2, (16, 8))] == [range(4), range(4, 6)]
+    for bad, words in (((16, 4), "add up to 24"), ((24,), "one for each of 2"), ((14, 10), "multiples of 4")):
+        with pytest.raises(BadValueError, match=words):
+            divide_hosts(24, 1, 2, 2, bad)
+
+
+def test_a_straggler_is_reported_once() -> None:
+    """After three rounds in a row in which it took more than 1.5 times as long."""
+    watch = Stragglers()
+    told = [watch.look(seconds) for seconds in ([1, 2, 1], [1, 2, 1], [1, 2, 1], [1, 2, 1], [1, 1.4, 1])]
+    assert [[rank for rank, _ in found] for found in told] == [[], [], [1], [], []]
+    assert "rank 1 took 2 s" in told[2][0][1]
