@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from harness import RESULTS, Json, describe_machine, print_table, write_result
@@ -93,8 +93,8 @@ class Laboratory:
         if not (folder / MODEL).is_file():
             raise DataError(f"{folder / MODEL} is missing: name the folder that holds it with --model")
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=MODEL)
-        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, gguf_file=MODEL, dtype=torch.float32)
-        self.model.to(device)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=MODEL, dtype=torch.float32)
+        self.model = cast(nn.Module, model).to(device)
         self.settings = settings
         plays = (data / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
         wiki = (data / "text" / "wikitext2_test.txt").read_text(encoding="utf-8")

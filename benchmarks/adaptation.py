@@ -120,7 +120,7 @@ def summarise(cells: Mapping[Cell, Sequence[Content]], host: int) -> dict[str, J
     rows: list[list[object]] = []
     for budget in BUDGETS:
         found = {cell: compare_cell(runs, budget, host) for cell, runs in cells.items()}
-        cases, seeds = ({cell[index]: None for cell in cells} for index in (0, 1))
+        cases, seeds = dict.fromkeys(case for case, _ in cells), dict.fromkeys(seed for _, seed in cells)
         ours, other = (
             [[number(found[case, seed], name) for case in cases] for seed in seeds] for name in ("ours", "other")
         )

@@ -89,7 +89,8 @@ def _pixelate(x: Tensor) -> Tensor:
 
 def _quadrants(x: Tensor) -> Tensor:
     top, bottom = x.split(16, 2)
-    a, b, c, d = (*top.split(16, 3), *bottom.split(16, 3))
+    a, b = top.split(16, 3)
+    c, d = bottom.split(16, 3)
     return torch.cat([torch.cat([d, c], 3), torch.cat([a, b], 3)], 2)
 
 

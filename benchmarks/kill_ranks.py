@@ -145,7 +145,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
         )
         took = run(place, arguments, kills)
         remove_leftovers(place)
-        outcome = {"kills": kills, "sessions": len(sessions(place)), "seconds": took}
+        outcome: dict[str, Json] = {"kills": kills, "sessions": len(sessions(place)), "seconds": took}
         outcomes.append({**outcome, "differences": list(differences(whole, place))})
         print(f"{number}: {outcomes[-1]}", flush=True)
     return {

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from esper.karn.terminal.app import WatchApp
 from esper.karn.terminal.moment import Watched
 from esper.leyline.records import config_checksum
 from esper.nissa import EpisodeEnded, HostFollowed, StageChanged, StepTaken, as_line
+from esper.nissa.events import ActionRow, ChangeRow, SeedRow
 
 Json = Any  # what will become JSON
 SLOTS = ("r0c0", "r1c0", "r0c1", "r1c1", "r1c2")
@@ -36,23 +37,23 @@ def stage_of(step: int, slot: int) -> str:
 
 def step_line(number: int, step: int, hosts: int) -> Json:
     """One step of all hosts, every slot of which is in use in the end."""
-    seeds = [
+    seeds: list[SeedRow] = [
         (env, slot, stage_of(step, index), "conv_small", 1.0, 1.25, 0.5, 2.5, 0.75)
         for env in range(hosts)
         for index, slot in enumerate(SLOTS)
         if stage_of(step, index) != "DORMANT"
     ]
-    changes = [
+    changes: list[ChangeRow] = [
         (env, slot, "conv_small", stage_of(step - 1, index), stage_of(step, index), "advance")
         for env in range(hosts)
         for index, slot in enumerate(SLOTS)
         if stage_of(step - 1, index) != stage_of(step, index)
     ]
-    curves = ([60.0 + step + env / 100 for env in range(hosts)] for _ in range(4))
+    curve: list[float | None] = [60.0 + step + env / 100 for env in range(hosts)]
     chances, choices = [0.5] * hosts, [{"op": {"WAIT": 0.7, "ADVANCE": 0.3}}] * FOLLOWED
-    actions = [(change[0], "ADVANCE", change[1], None) for change in changes]
+    actions: list[ActionRow] = [(change[0], "ADVANCE", change[1], None) for change in changes]
     where = (time.time(), number, "digits_blind", step, STEPS, 0, list(SLOTS))
-    return as_line(StepTaken(*where, *curves, seeds, actions, chances, choices, changes, []))
+    return as_line(StepTaken(*where, curve, curve, curve, curve, seeds, actions, chances, choices, changes, []))
 
 
 def events_of(number: int) -> Iterator[Json]:
@@ -72,8 +73,8 @@ def events_of(number: int) -> Iterator[Json]:
             "step": list(range(0, 20, 4)), "op": ["ADVANCE"] * 5, "slot": list(SLOTS), "blueprint": [None] * 5,
         }  # fmt: skip
         figures, alphas = (5.0 + env / 10, 6.0, 80.0, 400), dict.fromkeys(SLOTS, [1.0] * STEPS)
-        rest = {"decisions": decisions, "rewards": curve, "reward_parts": {"gain": 1.0, "rent": -1.0}}
-        yield as_line(EpisodeEnded(number, "digits_blind", env, *figures, curve, curve, alphas, **rest))
+        told = *figures, curve, curve, alphas, decisions
+        yield as_line(EpisodeEnded(number, "digits_blind", env, *told, [*curve], {"gain": 1.0, "rent": -1.0}))
 
 
 def metrics_of(number: int) -> Json:
@@ -153,4 +154,5 @@ def follow(folder: Path, seconds: float) -> Json:
 
 if __name__ == "__main__":
     task, path, *numbers = sys.argv[1:]
-    print(json.dumps({"write": write, "follow": follow}[task](Path(path), *map(float, numbers))))
+    tasks: dict[str, Callable[..., Json]] = {"write": write, "follow": follow}
+    print(json.dumps(tasks[task](Path(path), *map(float, numbers))))

@@ -40,7 +40,7 @@ def measure_following(per_second: float, seconds: float) -> Json:
         script = [sys.executable, str(Path(__file__).with_name("watched_folder.py"))]
         commands = ["write", str(folder), str(per_second), str(seconds + 5)], ["follow", str(folder), str(seconds)]
         processes = [subprocess.Popen([*script, *command], stdout=subprocess.PIPE, text=True) for command in commands]
-        result = {}
+        result: dict[str, Json] = {}
         for process in processes:
             result |= json.loads(process.communicate(timeout=seconds + 120)[0])
         sizes = {each.name: each.stat().st_size for each in folder.glob("*.jsonl")}

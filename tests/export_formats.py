@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 from torch.nn import functional as F
 
 FORMATS = ("script", "trace", "export", "onnx")
@@ -21,7 +22,7 @@ def through(way: str, network: nn.Module, example: Tensor, folder: Path) -> Run:
         warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         # Group norms of torch, and a language model's check of its length, look at shapes.
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", category=TracerWarning)
         if way in ("script", "trace"):
             compiled = torch.jit.script(network) if way == "script" else torch.jit.trace(network, (example,))
             file = io.BytesIO()

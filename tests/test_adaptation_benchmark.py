@@ -61,7 +61,12 @@ def test_after_the_deadline_nothing_begins(benchmark: Script, tmp_path: Path) ->
         kept.add(run.name, finished(run))
     made: list[Any] = []
     again = benchmark("kept").Kept(tmp_path / "kept.jsonl", {})
-    script.run_all(CELLS[:1], 1, again, lambda run: made.append(run) or future_of(finished(run)), 2, float("inf"))
+
+    def make(run: Any) -> Future[dict[str, Any]]:
+        made.append(run)
+        return future_of(finished(run))
+
+    script.run_all(CELLS[:1], 1, again, make, 2, float("inf"))
     assert len(made) == 12 - 2 and script.is_complete(CELLS[0], 1, again)
 
 

@@ -22,18 +22,24 @@ from karn.run_folders import (
 )
 
 from esper.karn import RunFollower, read_run
+from esper.karn.follower import TAIL
 from esper.karn.growth import GrowthRun, read_growth
 from esper.karn.state import RunState
 from esper.leyline import BadValueError, SeedStage
 
 
-def followed(path: Path, **options: int) -> tuple[RunFollower, RunState]:
+def followed(path: Path, tail: int = TAIL) -> tuple[RunFollower, RunState]:
     """A follower that has read what there is, and its state."""
-    follower = RunFollower(path, **options)
+    follower = RunFollower(path, tail=tail)
     while follower.poll():
         pass
     assert isinstance(follower.state, RunState)
     return follower, follower.state
+
+
+def plays(state: RunState) -> bool:
+    """Whether a round is being played."""
+    return state.playing is not None
 
 
 def append(path: Path, *lines: Json) -> None:
@@ -153,14 +159,12 @@ def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
     write_run(tmp_path, rounds, [*events, alarm, *default_events(40)[len(events) :]])
     size = (tmp_path / "events.jsonl").stat().st_size
     follower = RunFollower(tmp_path, tail=size // 5)
-    follower._read_front = lambda deadline: False  # type: ignore[method-assign]
-    follower.poll()
+    follower.poll(front=False)
     state = follower.state
     assert isinstance(state, RunState)
     assert 0 < len(state.episodes) < 10 and max(state.episodes) == state.shown == 39
     assert follower.behind[0] < follower.behind[1]
     assert not follower.show(0)
-    del follower._read_front  # type: ignore[attr-defined]
     while follower.poll():
         pass
     whole = read_run(tmp_path)
@@ -199,9 +203,9 @@ def test_the_steps_of_a_round(tmp_path: Path) -> None:
     """Hosts grow step by step; the next round begins with an empty file."""
     write_run(tmp_path, [metrics(0)], default_events(1))
     follower, state = followed(tmp_path)
-    assert state.playing is None
+    assert not plays(state)
     live = write_live(tmp_path, header(1))
-    assert follower.poll() and state.playing is None
+    assert follower.poll() and not plays(state)
     for step in range(3):
         append(live, live_step(1, step))
         assert follower.poll()

@@ -32,6 +32,11 @@ def see(app: WatchApp, *words: str) -> None:
     assert [word for word in words if word not in text] == [], text
 
 
+def helps(app: WatchApp) -> bool:
+    """Whether the page of keys is on the screen."""
+    return isinstance(app.screen, HelpScreen)
+
+
 def test_the_screens_of_a_run(tmp_path: Path) -> None:
     """One after the other by their keys, on the smallest terminal."""
 
@@ -154,11 +159,11 @@ def test_help(tmp_path: Path) -> None:
 
     async def steps(app: WatchApp, pilot: Look) -> None:
         await pilot.press("question_mark")
-        assert isinstance(app.screen, HelpScreen)
+        assert helps(app)
         for keys, meaning in KEYS.items():
             assert keys in text_of(app) and meaning[:20] in text_of(app)
         await pilot.press("escape")
-        assert not isinstance(app.screen, HelpScreen)
+        assert not helps(app)
         bound = {binding.key for _, binding, *_ in app.active_bindings.values()}
         assert {"1", "5", "comma", "full_stop", "space", "f", "r", "p", "n", "b", "q"} <= bound
         assert app.query_one(Footer).size.height == 1

@@ -144,7 +144,8 @@ def _dashes(points: list[tuple[float, float]], length: float) -> list[tuple[tupl
         while at < whole:
             end = min(whole, at + length - walked % length)
             if walked // length % 2 == 0:
-                pieces.append(tuple((x + (to_x - x) * d / whole, y + (to_y - y) * d / whole) for d in (at, end)))
+                one, two = ((x + (to_x - x) * d / whole, y + (to_y - y) * d / whole) for d in (at, end))
+                pieces.append((one, two))
             walked, at = walked + max(1e-6, end - at), max(end, at + 1e-6)
     return pieces
 

@@ -49,12 +49,12 @@ class Rect(NamedTuple):
 
 
 class Circle(NamedTuple):
-    """A disk, or a dashed ring without `fill`."""
+    """A disk."""
 
     x: float
     y: float
     radius: float
-    fill: str | None
+    fill: str
     stroke: str
 
 

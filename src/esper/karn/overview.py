@@ -51,8 +51,8 @@ def pace_of(state: RunState | GrowthRun) -> Pace:
     """From the seconds of the last rounds, or from the times of steps."""
     if isinstance(state, GrowthRun):
         per_step = _step_seconds(state.live)
-        left = state.config.whole("steps") - state.complete
-        return Pace(None, None if per_step is None else max(0, left) * per_step)
+        steps_left = max(0, state.config.whole("steps") - state.complete)
+        return Pace(None, None if per_step is None else steps_left * per_step)
     playing, recent = state.playing, state.rounds[-RECENT:]
     timed = [
         entry.columns["timing/collect_s"] + entry.columns.get("timing/update_s", 0.0)

@@ -13,9 +13,9 @@ from esper.karn import RunFollower
 from esper.karn.state import RunState
 from esper.leyline import LifecycleOp
 from esper.nissa import LiveFile
-from esper.simic.training.collect import RoundRecord
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.live import FOLLOWED
+from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 from esper.tolaria import TaskRegistry
@@ -50,8 +50,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         lines[:] = read_lines(path / "live.jsonl")
         return update(*arguments)
 
-    trainer.agent.update = look  # type: ignore[method-assign]
-    with trainer.recorder.session(lambda: trainer.round, progress=False):
+    with pytest.MonkeyPatch.context() as patch, trainer.recorder.session(lambda: trainer.round, progress=False):
+        patch.setattr(trainer.agent, "update", look)
         (record,) = trainer.run_round()
     return Told(path, record, lines[0], lines[1:])
 

@@ -47,8 +47,8 @@ def asked_of(query: Mapping[str, str]) -> Asked:
     view = query.get("view", "overview")
     if view not in VIEWS:
         raise BadValueError(f"there is no view {view!r}; the views are {', '.join(VIEWS)}")
-    numbers = (_whole(query, name) for name in ("round", "host", "step"))
-    return Asked(query.get("run", "."), view, *numbers, query.get("sql", ""))
+    number, host, step = (_whole(query, name) for name in ("round", "host", "step"))
+    return Asked(query.get("run", "."), view, number, host, step, query.get("sql", ""))
 
 
 def _whole(query: Mapping[str, str], name: str) -> int | None:

@@ -213,11 +213,8 @@ class WatchApp(App[None]):
         step = f"step {run.trained} of {max((host.steps for host in run.hosts()), default=0)}" if run.hosts() else ""
         read, size = run.follower.behind
         reading = f", {100 * read // max(1, size)} % of the log read" if read < size else ""
-        parts = [
-            (safe(run.name), "bold"),
-            f" {safe(state.config.get('task', state.config.get('host')))}: {where}{step} ",
-        ]
-        return styled(*parts, self._mode(), (reading, "muted"))
+        task = safe(state.config.get("task", state.config.get("host")))
+        return styled((safe(run.name), "bold"), f" {task}: {where}{step} ", self._mode(), (reading, "muted"))
 
     def _mode(self) -> tuple[str, str]:
         run = self.watched

@@ -72,8 +72,8 @@ def _maps(state: RunState, width: int) -> list[Text]:
     key = styled((f"{'':{NAME}}", ""))
     for index in range(1, len(SHADES)):
         _shade(key, index / (len(SHADES) - 1))
-    most = ", ".join(f"{most:.2f} {name.lower()}" for name, (_, most) in zip(names, maps, strict=True))
-    return [*lines, key.append(f" seldom to most ({most} per host); blank: never", COLOURS["muted"])]
+    ends = ", ".join(f"{most:.2f} {name.lower()}" for name, (_, most) in zip(names, maps, strict=True))
+    return [*lines, key.append(f" seldom to most ({ends} per host); blank: never", COLOURS["muted"])]
 
 
 def _columns(values: list[float], width: int) -> list[float]:
