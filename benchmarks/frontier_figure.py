@@ -16,7 +16,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from esper.karn.canvas import BLUE, INK, MUTED, VERMILION, new_figure, to_png
+from esper.karn.canvas import new_figure, to_png
+from esper.karn.palette import BLUE, INK, MUTED, VERMILION
 
 SECNN = ((11_400, 70.0), (33_700, 80.0), (62_700, 84.1))  # parameters, test accuracy on the original CIFAR-10
 PIXELS = 1_200

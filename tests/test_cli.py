@@ -142,7 +142,7 @@ def test_train_go_on_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = ["train", "--task", NAME, "--rounds", "2", "--hosts", "6", "--members", "2", "--out", str(out)]
     assert "2 of 2 rounds" in lines_of(capsys, *arguments, "--keep-checkpoints", "1")[-1]
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["round-00002"]
-    logs = {"events.jsonl", "metrics.jsonl", "sessions.jsonl"}
+    logs = {"events.jsonl", "metrics.jsonl", "sessions.jsonl", "live.jsonl"}
     assert {path.name for path in out.iterdir()} == {"config.json", "checkpoints", *logs}
     assert json.loads((out / "config.json").read_text())["config"]["hosts"] == 6
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -2,8 +2,11 @@
 
 import importlib.util
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +141,7 @@ def test_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("esper.karn.terminal.opening.import_module", lambda name: Glance())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(server, "listen", lambda *_: None)  # or it would serve until Ctrl-C
+    monkeypatch.setattr("esper.cli.serve.listen", lambda *_: None)  # or it would serve until Ctrl-C
     monkeypatch.setattr(server.Server, "app", lambda *_: None)
     for words in commands_of(page):
         if words[0] != "esper":

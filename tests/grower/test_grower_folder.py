@@ -115,7 +115,7 @@ def test_every_step_is_told(tmp_path: Path) -> None:
     assert {slot: seed.stage for slot, seed in live.at().items()} == {
         slot: seed.stage for slot, seed in host.at().items()
     }
-    grower.finish()
+    grower.finish(loader(VALIDATION))
     assert (tmp_path / "live.jsonl").read_bytes() == b""
 
 

@@ -126,12 +126,14 @@ MAY_BE_ANY = {
     "Learned.act": "arrays of any kind of number",
     "Learned.load": "environments, as above",
     "learn": "environments, as above",
+    "Learned.evaluate": "environments, as above",
+    "Evaluation.__init__": "environments, as above",
     "Policy.act": "each policy has its own kind of state",
     "Policy.initial_state": "likewise",
     "TamiyoRolloutBuffer.moved": "tensors, or named tuples of them",
     "load_agent": "dataclasses of the types that the caller names",
 }
-ONLY_FOR_THE_CHECKER = {"gymnasium": gymnasium, "NDArray": list}
+ONLY_FOR_THE_CHECKER = {"gymnasium": gymnasium, "VectorEnv": gymnasium.vector.VectorEnv, "Any": Any, "NDArray": list}
 """Names that modules import for the type checker alone. (NumPy spells its arrays with an Any of its own.)"""
 
 

@@ -14,9 +14,12 @@ from esper.leyline import HEAD_NAMES, HEADS, BadValueError, Head, HeadPreset, Li
 from esper.tamiyo import ActionTable, FactoredRecurrentActorCritic, NetworkConfig, growth_table
 from esper.tamiyo.encoder import Stretches
 from esper.tamiyo.memory import LstmMemory, MemoryKind
+from esper.tamiyo.network import Decision
 
 LAST_DRAW = 1 - 2**-24
 """The largest float32 below 1."""
+TENSORS = Decision._fields[:-1]
+"""Fields of a decision with a row per env; the last one has a tensor per head."""
 ALIVE = torch.arange(7).unsqueeze(1) < torch.tensor([7, 5, 5, 2])
 """(time, sequences) of four sequences of unequal length."""
 STRETCHES = {
@@ -142,10 +145,9 @@ def test_log_probs_are_those_of_collection(name: str, epsilon: float) -> None:
     packed = {name: torch.stack([allowed[name] for allowed in masks])[ALIVE] for name in table.names}
     actions = torch.stack([decision.actions for decision in collected])[ALIVE]
     learnt = network.decide(core, encoded, packed, epsilon, actions=actions)
-    for field, values in learnt._asdict().items():
-        assert torch.allclose(values, torch.stack([getattr(step, field) for step in collected])[ALIVE], atol=1e-5), (
-            field
-        )
+    for index, field in enumerate(TENSORS):
+        before = torch.stack([step[index] for step in collected])[ALIVE]
+        assert torch.allclose(learnt[index], before, atol=1e-5), field
     assert torch.equal(learnt.causal, table.relevance[actions[:, 0]])
     assert (learnt.log_probs[~learnt.causal] == 0).all()
     assert (learnt.log_probs[learnt.decided] < 0).all()
@@ -264,10 +266,8 @@ def test_the_actor_never_sees_the_critics_columns() -> None:
     flat, uniform = torch.randn(32, network.layout.size), torch.rand(32, len(HEADS))
     other = flat.clone()
     network.layout.split(other)[3].normal_(std=10)
-    for seen, again in zip(
-        decide(network, flat, uniform=uniform), decide(network, other, uniform=uniform), strict=True
-    ):
-        assert torch.equal(seen, again)
+    seen, again = decide(network, flat, uniform=uniform), decide(network, other, uniform=uniform)
+    assert all(torch.equal(seen[index], again[index]) for index in range(len(TENSORS)))
     encoded, changed = network.encode(flat), network.encode(other)
     core = network.step(encoded.trunk, network.initial_state(32))[0]
     assert (network.value(core, encoded) - network.value(core, changed)).abs().min() > 1e-3

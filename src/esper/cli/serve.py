@@ -7,6 +7,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from esper.karn.browser.access import LOCAL, new_token
+from esper.karn.browser.server import Server, listen
 from esper.leyline import BadValueError
 from esper.leyline.numbers import require_whole
 
@@ -29,9 +31,6 @@ class ServeCommand:
 
     def run(self, console: Console) -> None:
         """Serve until Ctrl-C."""
-        from esper.karn.browser.access import LOCAL, new_token
-        from esper.karn.browser.server import Server, listen
-
         require_whole("port", self.port, 1)
         if self.port > 65535:
             raise BadValueError(f"--port {self.port} is too large; ports end at 65535")

@@ -12,7 +12,6 @@ from rich.console import Console
 from esper.leyline import BadValueError
 from esper.nissa import SinkSettings
 from esper.simic.distributed import World, open_world
-from esper.simic.rewards.config import Family
 from esper.simic.teaching import check_episodes, teach, teach_shared
 from esper.simic.training.config import TrainConfig, read_settings, taught_config
 from esper.simic.training.follower import Follower
@@ -46,16 +45,12 @@ class PPOFlags:
     """Coefficient of the entropy bonus."""
     entropy_end: Annotated[float | None, flag(float, DEFAULT.ppo.entropy_end)] = None
     """Share of it at the end of the run."""
-    explore: Annotated[float | None, flag(float, DEFAULT.ppo.explore)] = None
-    """Share of uniform choices at the start of the run."""
 
 
 @dataclass(frozen=True)
 class RewardFlags:
     """Frequent settings of the reward; `--config` sets the others."""
 
-    family: Annotated[Family | None, flag(Family, DEFAULT.reward.family)] = None
-    """Reward function."""
     rho: Annotated[float | None, flag(float, DEFAULT.reward.rho)] = None
     """Rent in points per doubling of the host."""
     commit_price: Annotated[float | None, flag(float, DEFAULT.reward.commit_price)] = None

@@ -30,7 +30,7 @@ class Decision(NamedTuple):
     choices: Tensor  # number of legal choices, given the earlier ones
     spreads: Tensor  # variance of the legal logits
     causal: Tensor  # bool: the action used this head
-    probs: tuple[Tensor, ...] = ()  # by head, (followed, choices): the distributions of the first envs, if asked for
+    probs: tuple[Tensor, ...] = ()  # by head, (followed, choices), of the first envs; empty unless asked for
 
     @property
     def decided(self) -> Tensor:
@@ -116,7 +116,7 @@ class FactoredRecurrentActorCritic(RecurrentEncoder):
         """Choose by `uniform` draws (n, heads), or evaluate given `actions` (n, heads); neither: the likeliest choices.
 
         No device sync. An empty mask of a used head shows as `choices` 0. Without `measured`, entropies and spreads
-        are 0. The distributions of the first `followed` envs are returned too.
+        are 0. Probabilities of all choices are returned for the first `followed` envs.
         """
         self.table.check_masks(masks, len(core))
         state = self.actor(core)

@@ -225,7 +225,7 @@ def test_tensorboard_draws_what_csv_writes(tmp_path: Path) -> None:
 
 def test_tensorboard_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the training, which could be long."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     seen: list[LearnProgress] = []
     with pytest.raises(MissingPackageError, match=r"esper-morph\[tensorboard\]"):
         train(2, [seen.append, TensorBoardLog(tmp_path)])

@@ -35,11 +35,11 @@ SWITCHES: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "critic without the control": ([], "ppo.network.informed_critic = false", {"ppo.network.informed_critic": False}),
     "joint clipping": ([], "[ppo]\nclipping = 'joint'", {"ppo.clipping": "joint"}),
     "lambda 1": ([], "[ppo]\nlam = 1", {"ppo.lam": 1.0}),
-    "epsilon 0": (["--ppo.explore", "0"], "", {"ppo.explore": 0.0}),
+    "epsilon 0": ([], "[ppo]\nexplore = 0", {"ppo.explore": 0.0}),
     "uncentred heads": ([], "[ppo]\ncentred = false", {"ppo.centred": False}),
     "straight-through": ([], 'isolation = "straight_through"', {"isolation": "straight_through"}),
     "no sensing": (["--no-sensing"], "", {"sensing": False}),
-    "shaped reward": (["--reward.family", "shaped"], "", {"reward.family": "shaped"}),
+    "shaped reward": ([], "[reward]\nfamily = 'shaped'", {"reward.family": "shaped"}),
 }
 """Flags of the command line, its file, and what changes in the settings."""
 

@@ -7,6 +7,7 @@ import csv
 import io
 import math
 import statistics
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -158,10 +159,8 @@ class TensorBoardLog:
         self._writer: SummaryWriter | None = None
 
     def __enter__(self) -> Self:
-        try:
-            import torch.utils.tensorboard  # noqa: F401  # tells before the training what is missing
-        except ImportError as error:
-            raise MissingPackageError("TensorBoardLog", "tensorboard", "esper-morph[tensorboard]") from error
+        if find_spec("tensorboard") is None:  # told before the training
+            raise MissingPackageError("TensorBoardLog", "tensorboard", "esper-morph[tensorboard]")
         return self
 
     def __call__(self, state: LearnProgress) -> None:

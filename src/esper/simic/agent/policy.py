@@ -33,7 +33,7 @@ class LearnedPolicy:
         self.agent, self.greedy = agent, greedy
         self.translation = Translation(slots, agent.layout)
         self.log_probs = torch.zeros(0, len(agent.table))  # (n, heads) of the last actions; 0 if they are greedy
-        self.followed = 0  # envs whose distributions `decision` keeps
+        self.followed = 0  # envs for which `decision` has the probabilities of all choices
         self.decision: Decision | None = None  # the last one, with its own indices of blueprints
 
     @property

@@ -150,7 +150,8 @@ class PPOAgent:
         """Actions, the critic's outputs (n,) (see `values_of`), and the next hidden state.
 
         Observations (n, size) are normalised. Actions are sampled from `uniform` (n, heads), random numbers in [0, 1);
-        by default the agent's generator draws them. The decision has the distributions of the first `followed` envs.
+        by default the agent's generator draws them. For the first `followed` envs, the decision has the probabilities
+        of all choices.
         Device sync: one, which checks all heads for empty masks and numbers that are not finite.
         """
         if not greedy and uniform is None:
