@@ -117,7 +117,7 @@ class Glance:
         from esper.karn.terminal.app import WatchApp
         from esper.karn.terminal.moment import Watched
 
-        async def look(pilot: Pilot[None]) -> None:
+        async def look(pilot: Pilot[object]) -> None:
             for key in "12345q":
                 await pilot.press(key)
 

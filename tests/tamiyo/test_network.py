@@ -18,8 +18,6 @@ from esper.tamiyo.network import Decision
 
 LAST_DRAW = 1 - 2**-24
 """The largest float32 below 1."""
-TENSORS = Decision._fields[:-1]
-"""Fields of a decision with a row per env; the last one has a tensor per head."""
 ALIVE = torch.arange(7).unsqueeze(1) < torch.tensor([7, 5, 5, 2])
 """(time, sequences) of four sequences of unequal length."""
 STRETCHES = {
@@ -32,6 +30,11 @@ STRETCHES = {
         torch.tensor([4 * t + s if t < 4 else 16 + 3 * (t - 4) + s for t, s in ALIVE.nonzero().tolist()]),
     ),
 }
+
+
+def columns_of(decision: Decision) -> dict[str, Tensor]:
+    """The fields with a row per env, by name."""
+    return {name: value for name, value in decision._asdict().items() if isinstance(value, Tensor)}
 
 
 def legal_actions(table: ActionTable, masks: dict[str, Tensor], env: int) -> set[tuple[int, ...]]:
@@ -145,9 +148,9 @@ def test_log_probs_are_those_of_collection(name: str, epsilon: float) -> None:
     packed = {name: torch.stack([allowed[name] for allowed in masks])[ALIVE] for name in table.names}
     actions = torch.stack([decision.actions for decision in collected])[ALIVE]
     learnt = network.decide(core, encoded, packed, epsilon, actions=actions)
-    for index, field in enumerate(TENSORS):
-        before = torch.stack([step[index] for step in collected])[ALIVE]
-        assert torch.allclose(learnt[index], before, atol=1e-5), field
+    for field, values in columns_of(learnt).items():
+        before = torch.stack([columns_of(step)[field] for step in collected])[ALIVE]
+        assert torch.allclose(values, before, atol=1e-5), field
     assert torch.equal(learnt.causal, table.relevance[actions[:, 0]])
     assert (learnt.log_probs[~learnt.causal] == 0).all()
     assert (learnt.log_probs[learnt.decided] < 0).all()
@@ -266,8 +269,9 @@ def test_the_actor_never_sees_the_critics_columns() -> None:
     flat, uniform = torch.randn(32, network.layout.size), torch.rand(32, len(HEADS))
     other = flat.clone()
     network.layout.split(other)[3].normal_(std=10)
-    seen, again = decide(network, flat, uniform=uniform), decide(network, other, uniform=uniform)
-    assert all(torch.equal(seen[index], again[index]) for index in range(len(TENSORS)))
+    again = columns_of(decide(network, other, uniform=uniform))
+    for field, values in columns_of(decide(network, flat, uniform=uniform)).items():
+        assert torch.equal(values, again[field]), field
     encoded, changed = network.encode(flat), network.encode(other)
     core = network.step(encoded.trunk, network.initial_state(32))[0]
     assert (network.value(core, encoded) - network.value(core, changed)).abs().min() > 1e-3
