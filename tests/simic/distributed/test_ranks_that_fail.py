@@ -70,7 +70,7 @@ def test_a_rank_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def work(rank: int) -> None:
         if rank:
-            monkeypatch.setattr("esper.simic.training.runners.growth_fleet", missing)
+            monkeypatch.setattr("esper.simic.training.follower.make_runner", missing)
         train(config, tmp_path / "run")
 
     def missing(*_: object, **__: object) -> None:
