@@ -199,7 +199,7 @@ def test_ablations_change_one_thing_each(benchmark: Callable[[str], ModuleType])
 def test_measuring_needs_no_screen() -> None:
     """A machine without the packages of the command line can import what runs for long."""
     paths = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent / "src")])
-    code = "import sys; sys.modules['tyro'] = None; import ablations, audited_credit, gain_lasts"
+    code = "import sys; sys.modules['tyro'] = None; import ablations, audited_credit, gain_lasts, kill_ranks, scaling"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=60)
 
 
