@@ -183,6 +183,8 @@ def run(cell: Cell) -> dict[str, Json]:
             config = replace(PPOConfig(), **VARIANTS[cell.agent])
             episodes = train_ours(cell.task, cell.seed, cell.steps, config)
         last = [total for steps, total in episodes if 0.9 * cell.steps < steps <= cell.steps]
+    if not last:
+        raise BadValueError(f"no episode ended in the last tenth of {cell.steps} steps; raise --steps")
     seconds = time.process_time() - start
     tenths = [[total for steps, total in episodes if steps * 10 // cell.steps == tenth] for tenth in range(10)]
     curve = [statistics.fmean(tenth) if tenth else None for tenth in tenths]

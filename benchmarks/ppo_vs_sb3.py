@@ -2,24 +2,25 @@
 
 CartPole-v1 with velocities hidden; 8 envs × 32 steps, 20 epochs, batch 256, LSTM 64, one layer of 64 behind it for the
 actor and one for the critic. Theirs has an LSTM each for actor and critic, ours one for both behind an encoder of 64.
-Ours normalises observations and rewards by itself; theirs leaves that to a wrapper, which `--wrapped` puts around its
-envs: it then learns better, and with fewer resets in its sequences runs faster. The two take turns, so that the
-machine's moods hit both. Needs sb3-contrib (`pip install sb3-contrib`).
+Ours normalises observations and rewards by itself. Theirs leaves that to `VecNormalize`: it then learns better, and
+runs faster because its sequences have fewer resets. So that is the first row; *bare* is without. The agents take turns,
+so that changes in the machine's speed affect all of them. Seconds are those of the CPU.
 
-    python benchmarks/ppo_vs_sb3.py
+    python benchmarks/ppo_vs_sb3.py            # 25 to 40 minutes
+
+Finished seeds are stored in `--keep` and skipped next time. Needs sb3-contrib: pip install 'esper-morph[bench]'.
 """
 
 import argparse
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from harness import RESULTS, Json, print_table, write_result
+from harness import RESULTS, Json, print_table, stored, write_result
 from ppo_envs import HiddenVelocityCartPole
 from ppo_learning import interval
 
@@ -30,6 +31,8 @@ EPISODES = 100
 ENVS, STEPS, EPOCHS, BATCH, HIDDEN, LAYER = 8, 32, 20, 256, 64, 64
 GAMMA, LAM, RATE, CLIP, END = 0.99, 0.95, 3e-4, 0.2, 0.01
 """For both: their default rate and clip, which fall linearly to the share END. Chosen on seeds 10 to 13."""
+RIVALS = {"VecNormalize": True, "bare": False}
+"""Whether theirs is wrapped"""
 
 
 class Trained(NamedTuple):
@@ -47,9 +50,9 @@ def ours(steps: int, seed: int) -> Trained:
         clip=CLIP, clip_end=END, target_kl=None, entropy=0.0, explore=0.0, logit_penalty=0.0, critic_decay=0.0,
         network=NetworkConfig(hidden=HIDDEN, head=LAYER), freeze_after=1.0,
     )  # fmt: skip
-    start = time.perf_counter()
+    start = time.process_time()
     learned = learn(HiddenVelocityCartPole, total_steps=steps, n_envs=ENVS, seed=seed, config=config, progress=False)
-    speed = steps / (time.perf_counter() - start)
+    speed = steps / (time.process_time() - start)
     returns = learned.evaluate(EPISODES, seed)
     weights = sum(weight.numel() for weight in learned.agent.network.parameters())
     return Trained(speed, statistics.fmean(returns), weights)
@@ -82,9 +85,9 @@ def theirs(steps: int, seed: int, *, wrapped: bool) -> Trained:
         seed=seed,
         device="cpu",
     )
-    start = time.perf_counter()
+    start = time.process_time()
     model.learn(steps)
-    speed = steps / (time.perf_counter() - start)
+    speed = steps / (time.process_time() - start)
     shown: VecEnv = batch(16)
     if isinstance(envs, VecNormalize):
         shown = VecNormalize(shown, training=False, norm_reward=False, gamma=GAMMA)
@@ -93,49 +96,55 @@ def theirs(steps: int, seed: int, *, wrapped: bool) -> Trained:
     return Trained(speed, float(np.mean(returns)), sum(weight.numel() for weight in model.policy.parameters()))
 
 
-def pair(steps: int, seed: int, wrapped: bool) -> tuple[Trained, Trained]:
-    """Ours, then theirs, on one seed."""
-    torch.set_num_threads(1)
-    found = ours(steps, seed), theirs(steps, seed, wrapped=wrapped)
-    print(f"seed {seed}: ours {found[0]}, sb3-contrib {found[1]}", flush=True)
+def one_seed(steps: int, seed: int) -> dict[str, Trained]:
+    """All agents on one seed, one after the other."""
+    found = {"ours": ours(steps, seed)}
+    for rival, wrapped in RIVALS.items():
+        found[rival] = theirs(steps, seed, wrapped=wrapped)
     return found
 
 
+def compare(seeds: list[dict[str, Trained]], rival: str) -> tuple[list[object], dict[str, Json]]:
+    """A row of the table, and its content."""
+    pairs = [(found["ours"], found[rival]) for found in seeds]
+    ratios = [mine.steps_per_second / other.steps_per_second for mine, other in pairs]
+    low, high = interval([mine.mean_return - other.mean_return for mine, other in pairs])
+    speeds, returns = (
+        [statistics.median(getattr(each[index], name) for each in pairs) for index in (0, 1)]
+        for name in ("steps_per_second", "mean_return")
+    )
+    ratio = f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
+    row: list[object] = [rival, *(f"{speed:,.0f}" for speed in speeds), ratio, *returns, f"{low:+.1f} to {high:+.1f}"]
+    return row, {"ratio": statistics.median(ratios), "ratios": ratios, "return_gap": [float(low), float(high)]}
+
+
 def main() -> None:
-    """Train both on every seed, print one table, write one JSON."""
+    """Train all on every seed, print one table, write one JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--wrapped", action="store_true", help="theirs normalised by VecNormalize")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the seeds, a core each")
+    parser.add_argument("--keep", type=Path, default=None, help="folder of finished seeds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        count = arguments.seeds
-        pairs = list(pool.map(pair, [arguments.steps] * count, range(count), [arguments.wrapped] * count))
-    rows: list[dict[str, Json]] = [
-        {"seed": seed, "ours": list(mine), "sb3": list(other), "ratio": mine.steps_per_second / other.steps_per_second}
-        for seed, (mine, other) in enumerate(pairs)
-    ]
-    ratios = [mine.steps_per_second / other.steps_per_second for mine, other in pairs]
-    gaps = [mine.mean_return - other.mean_return for mine, other in pairs]
+    torch.set_num_threads(1)
+    seeds: list[dict[str, Trained]] = []
+    for seed in range(arguments.seeds):
+        name = f"{arguments.steps}_steps_seed_{seed}"
+        content: Any = stored(arguments.keep, name, partial(one_seed, arguments.steps, seed))  # Any: JSON
+        seeds.append({agent: Trained(*values) for agent, values in content.items()})
+        speeds = ", ".join(f"{agent} {each.steps_per_second:,.0f}" for agent, each in seeds[-1].items())
+        print(f"seed {seed}: {speeds} steps/s", flush=True)
+    compared = {rival: compare(seeds, rival) for rival in RIVALS}
     print_table(
-        "PPO against sb3-contrib",
-        ["seed", "ours steps/s", "sb3 steps/s", "ratio", "ours return", "sb3 return"],
-        [
-            [seed, mine.steps_per_second, other.steps_per_second, ratio, mine.mean_return, other.mean_return]
-            for seed, ((mine, other), ratio) in enumerate(zip(pairs, ratios, strict=True))
-        ],
+        f"PPO against sb3-contrib: {arguments.steps:,} steps, medians over {len(seeds)} seeds",
+        ["theirs", "our steps/s", "their steps/s", "ratio", "our return", "their return", "difference, 95 %"],
+        [row for row, _ in compared.values()],
     )
-    low, high = interval(gaps)
-    print(f"\nratio of speeds: median {statistics.median(ratios):.1f}, {min(ratios):.1f} to {max(ratios):.1f}")
-    print(f"difference in return: {statistics.fmean(gaps):+.1f}, 95 % {low:+.1f} to {high:+.1f}")
-    print(f"weights: ours {pairs[0][0].weights:,}, sb3-contrib {pairs[0][1].weights:,}")
-    write_result(
-        "ppo_vs_sb3_wrapped" if arguments.wrapped else "ppo_vs_sb3",
-        {"pairs": rows, "ratio": statistics.median(ratios), "return_gap": [low, high]},
-        arguments.out,
-    )
+    weights = {agent: each.weights for agent, each in seeds[0].items()}
+    print("weights: " + ", ".join(f"{agent} {count:,}" for agent, count in weights.items()))
+    rows: list[Json] = [{agent: each._asdict() for agent, each in found.items()} for found in seeds]
+    rivals: dict[str, Json] = {rival: content for rival, (_, content) in compared.items()}
+    write_result("ppo_vs_sb3", {"steps": arguments.steps, "rivals": rivals, "seeds": rows}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks at their smallest: one table, one JSON."""
 
+import importlib.util
 import json
 import math
 import os
@@ -100,6 +101,37 @@ def test_growth_env(tmp_path: Path) -> None:
     assert len(kept) == 2
     assert run_script("growth_env.py", tmp_path, *arguments, *folders) == printed
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "keep").iterdir()} == kept
+
+
+@pytest.mark.slow
+def test_ppo_vs_sb3(tmp_path: Path) -> None:
+    """A row per rival, VecNormalize first; finished seeds are not run again."""
+    pytest.importorskip("sb3_contrib")
+    arguments = ["--steps", "512", "--seeds", "2", "--keep", str(tmp_path / "keep"), "--out", str(tmp_path / "out")]
+    printed = run_script("ppo_vs_sb3.py", tmp_path, *arguments)
+    assert [line.split()[0] for line in printed.splitlines() if " to " in line] == ["VecNormalize", "bare"]
+    written = json.loads((tmp_path / "out" / "ppo_vs_sb3.json").read_text())
+    assert [len(each["ratios"]) for each in written["rivals"].values()] == [2, 2]
+    assert [list(found) for found in written["seeds"]] == [["ours", "VecNormalize", "bare"]] * 2
+    assert run_script("ppo_vs_sb3.py", tmp_path, *arguments) == printed
+
+
+@pytest.mark.slow
+def test_adapt_language(tmp_path: Path) -> None:
+    """SmolLM2 on a few tokens: a row per method, what each forgot, and what is kept is not run again."""
+    folder = os.environ.get("ESPER_SMOLLM2")
+    if folder is None or any(importlib.util.find_spec(name) is None for name in ("transformers", "gguf")):
+        pytest.skip("needs transformers, gguf and the folder of SmolLM2 in ESPER_SMOLLM2")
+    sizes = ["--steps=5", "--batches=1", "--length=16", "--evaluated=1", "--rates=1", "--budgets=340000"]
+    sizes += ["--device=cpu", "--model", folder]
+    folders = ["--keep", str(tmp_path / "keep.jsonl"), "--out", str(tmp_path / "out")]
+    printed = run_script("adapt_language.py", tmp_path, *sizes, *folders, warn="ignore")
+    written = json.loads((tmp_path / "out" / "adapt_language.json").read_text())
+    assert list(written["runs"]) == ["norm 0", "ours 340000", "lora attention 340000", "lora all 340000"]
+    assert written["missing"] == 0 and all(0 <= each["added"] <= 340_000 for each in written["runs"].values())
+    again = run_script("adapt_language.py", tmp_path, *sizes, *folders, warn="ignore")
+    table = printed[printed.index("loss per token") :]
+    assert again.lstrip() == table
 
 
 @pytest.mark.slow

@@ -19,13 +19,13 @@ def test_memory_envs(tmp_path: Path) -> None:
     """Both agents on two environments: a row each and the difference; finished cells are not run again."""
     for package in ("sb3_contrib", "popgym", "minigrid"):
         pytest.importorskip(package)
-    arguments = ["--part", "development", "--steps", "2048", "--seeds", "2"]
+    arguments = ["--part", "development", "--steps", "4096", "--seeds", "2"]
     folders = ["--keep", str(tmp_path / "keep"), "--out", str(tmp_path / "out")]
     printed = run_script("memory_envs.py", tmp_path, *arguments, *folders)
     rows = [line.split() for line in printed.splitlines() if line.startswith(("learn  ", "RecurrentPPO  "))]
-    assert [(row[0], len(row)) for row in rows] == [("learn", 8), ("RecurrentPPO", 6)]
+    assert [(row[0], len(row)) for row in rows] == [("learn", 9), ("RecurrentPPO", 6)]
     written = json.loads((tmp_path / "out" / "memory_envs.json").read_text())
-    assert written["settings"] == {"steps": 2048, "envs": 16, "seeds": 2, "part": "development"}
+    assert written["settings"] == {"steps": 4096, "envs": 16, "seeds": 2, "part": "development"}
     ours = written["agents"]["learn"]
     assert [len(values) for values in ours["returns"].values()] == [2, 2] and len(ours["difference"]) == 2
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "keep").iterdir()}

@@ -31,6 +31,7 @@ FORMAT, VERSION = "esper-adapter", 1
 SEED, BASE = "seed", "base"  # prefixes of the tensors' names
 SHOWN = 3  # names in an error
 FINGERPRINT = 16  # hexadecimal digits per tensor
+REMEDY = "Build the pretrained model as it was before its adaptation, with a head of the same size"
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,12 @@ def _check_base(host: nn.Module, content: AdapterContent, folder: Path) -> None:
     )
     if missing or extra:
         named = [f"lacks {_listed(missing)}"] * bool(missing) + [f"has {_listed(extra)} besides"] * bool(extra)
-        raise HostMismatchError(f"{made}: this {type(host).__name__} {' and '.join(named)}")
+        raise HostMismatchError(f"{made}: this {type(host).__name__} {' and '.join(named)}. {REMEDY}")
     unlike = [name for name, shape in shapes.items() if content.shapes[name] != shape]
     if unlike:
         name = unlike[0]
-        raise HostMismatchError(f"{made}: {name!r} has shape {shapes[name]} here, and {content.shapes[name]} there")
+        sizes = f"{shapes[name]} here, and {content.shapes[name]} there"
+        raise HostMismatchError(f"{made}: {name!r} has shape {sizes}. {REMEDY}")
     digests = {name: _digest({name: own[name]})[:FINGERPRINT] for name in content.digests}
     other = [name for name, digest in content.digests.items() if digests[name] != digest]
     if other:
