@@ -200,7 +200,9 @@ class WatchApp(App[None]):
         if self.shown == "fleet":
             run = self.watched
             slots = run.state.slots
-            self.query_one("#caption", Static).update(Text("\n").join(fleet_caption(slots, self.size.width)))
+            self.query_one("#caption", Static).update(
+                Text("\n").join(fleet_caption(run.hosts(), slots, self.size.width))
+            )
             self.query_one(Fleet).show(run.hosts(), slots, run.trained, run.env)
         else:
             self.query_one(f"#{self.shown}", Lines).redraw()
