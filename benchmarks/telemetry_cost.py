@@ -30,7 +30,7 @@ from esper.simic.agent import PPOAgent, PPOUpdateMetrics, ppo
 from esper.simic.agent.metrics import MinibatchRecord
 from esper.simic.agent.minibatch import PreparedRound
 from esper.simic.telemetry import Spans
-from esper.simic.training import collect
+from esper.simic.training import collect, recorder
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.live import StepWatch
 from esper.simic.training.trainer import Trainer
@@ -85,7 +85,7 @@ class Stopwatch:
     """Seconds inside telemetry, of a watched round."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self._inside = 0.0, False
         spans = Spans()
         start = time.perf_counter()
         for _ in range(10_000):
@@ -97,19 +97,22 @@ class Stopwatch:
         """The same function, timed."""
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
+            if self._inside:  # within a call that is timed
+                return inner(*arguments, **options)
+            self._inside, start = True, time.perf_counter()
             try:
                 return inner(*arguments, **options)
             finally:
+                self._inside = False
                 self.seconds += time.perf_counter() - start
 
         return timed
 
     @contextmanager
     def timing_steps(self) -> Iterator[None]:
-        """Inside, all that tells the steps is timed."""
+        """Inside, all that tells the steps is timed, and what the log gets of it."""
         with ExitStack() as stack:
-            for owner, name in ((StepWatch, "step"), (LiveFile, "begin")):
+            for owner, name in ((StepWatch, "step"), (LiveFile, "begin"), (recorder, "write_followed")):
                 stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
             yield
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from esper.karn.terminal.app import WatchApp
+from esper.karn.terminal.app import WatchApp, settle
 from esper.karn.terminal.moment import Watched
 from esper.leyline.records import config_checksum
 from esper.nissa import EpisodeEnded, HostFollowed, StageChanged, StepTaken, as_line
@@ -135,6 +135,7 @@ def follow(folder: Path, seconds: float) -> Json:
     """Follow in the whole app, with the fleet on the screen."""
 
     async def run() -> Json:
+        settle()
         app = WatchApp([Watched.of(folder)])
         async with app.run_test(size=(120, 40)) as pilot:
             await pilot.press("2")
@@ -146,8 +147,13 @@ def follow(folder: Path, seconds: float) -> Json:
             after, wall = process.cpu_times(), time.perf_counter() - start
             share = (after.user + after.system - cpu.user - cpu.system) / wall
             run = app.watched
-            seen, problems = run.state.complete + 1, run.follower.problems
-            return {"cpu_share": share, "mib": mib, "rounds_seen": seen, "problems": problems}
+            read, size = run.follower.behind
+            told = {
+                "rounds_seen": run.state.complete + 1,
+                "bytes_behind": size - read,
+                "problems": run.follower.problems,
+            }
+            return {"cpu_share": share, "mib": mib, **told}
 
     return asyncio.run(run())
 

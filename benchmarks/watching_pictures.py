@@ -1,46 +1,72 @@
-"""The pictures of docs/watching.md: the screens of `esper watch`, as SVG.
+"""The pictures of docs/watching.md: the screens of `esper watch`, as PNG, painted by Debian's Chromium.
 
-esper train --rounds 10 --out runs/first
-esper evaluate --policies runs/first,heuristic:shipped,random,wait --hosts 12 --json runs/first/evaluation.json
+esper train --task digits_varied --teach 252 --rounds 16 --hosts 24 --members 3 --out runs/first
+esper evaluate --task digits_varied --policies runs/first,schedule,heuristic:shipped,random --hosts 24 \\
+    --json runs/first/evaluation.json
 python benchmarks/watching_pictures.py runs/first
 """
 
 import argparse
 import asyncio
+import io
 import re
 from pathlib import Path
 
-from esper.karn.terminal.app import SCREENS, WatchApp
+from PIL import Image
+from serving import CHROMIUM, FLAGS
+
+from esper.karn.terminal.app import RUNS, SCREENS, WatchApp
 from esper.karn.terminal.moment import Watched
+from esper.karn.terminal.opening import runs_in
 
 DOCS = Path(__file__).parents[1] / "docs"
-SIZE = (100, 30)
-LARGEST = 100 * 1024
-"""Bytes of one picture"""
+SIZE = (100, 34)
+COLOURS = 128
+"""Of a picture; more would only make the files larger"""
 
 
 def plain(picture: str) -> str:
-    """Without fonts from elsewhere: any monospaced one does."""
+    """Without fonts from elsewhere."""
     own = re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", picture, flags=re.DOTALL)
     return own.replace("Fira Code", "DejaVu Sans Mono")
 
 
-async def draw(run: Path, out: Path, host: int, step: int | None) -> list[Path]:
-    """Write a picture of every screen."""
-    app, written = WatchApp([Watched.of(run)]), []
+async def screens(arguments: argparse.Namespace) -> dict[str, str]:
+    """An SVG of every screen, by name."""
+    found = {}
+    app = WatchApp([Watched.of(arguments.run)])
     async with app.run_test(size=SIZE) as pilot:
-        app.watched.env = host
+        app.watched.env = arguments.host
         for index, name in enumerate(SCREENS, 1):
-            if name == "host" and step is not None:
-                app.watched.move_step(step - app.watched.trained)
+            if name == "host" and arguments.step is not None:
+                app.watched.move_step(arguments.step - app.watched.trained)
             await pilot.press(str(index))
             await pilot.pause()
-            path = out / f"watch-{name}.svg"
-            picture = plain(app.export_screenshot(title=f"esper watch {run}", simplify=True))
-            if len(picture.encode()) > LARGEST:
-                raise SystemExit(f"{path} would have {len(picture.encode()):,} bytes; make SIZE smaller")
-            path.write_text(picture)
+            found[name] = plain(app.export_screenshot(title=f"esper watch {arguments.run}", simplify=True))
+    several = WatchApp([Watched.of(run) for run in runs_in(arguments.runs or arguments.run.parent)])
+    async with several.run_test(size=(SIZE[0], 12)) as pilot:
+        await pilot.pause(1.0)
+        if several.shown == RUNS:
+            found[RUNS] = plain(several.export_screenshot(title="esper watch runs", simplify=True))
+    return found
+
+
+def paint(drawings: dict[str, str], out: Path) -> list[Path]:
+    """Write every SVG as PNG."""
+    from playwright.sync_api import sync_playwright
+
+    written = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        for name, drawing in drawings.items():
+            page = browser.new_page(viewport={"width": 1100, "height": 900})
+            page.set_content(f"<style>body{{margin:0}}svg{{display:block;width:1100px}}</style>{drawing}")
+            shot = Image.open(io.BytesIO(page.locator("svg").first.screenshot(omit_background=False)))
+            path = out / f"watch-{name}.png"
+            shot.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
             written.append(path)
+            page.close()
+        browser.close()
     return written
 
 
@@ -48,11 +74,12 @@ def main() -> None:
     """Write the pictures and say where they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
+    parser.add_argument("--runs", type=Path, help="folder of the list of runs (default: the one that the run is in)")
     parser.add_argument("--host", type=int, default=0, help="the host that is drawn")
     parser.add_argument("--step", type=int, help="where the cursor stands on the screen of the host (default: the end)")
     parser.add_argument("--out", type=Path, default=DOCS)
     arguments = parser.parse_args()
-    for path in asyncio.run(draw(arguments.run, arguments.out, arguments.host, arguments.step)):
+    for path in paint(asyncio.run(screens(arguments)), arguments.out):
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 

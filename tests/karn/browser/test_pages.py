@@ -68,7 +68,7 @@ def grown(tmp_path: Path) -> Watched:
 
 EXPECTED = {
     "overview": ("rounds", "2 complete of 3", "Objective after every round", "No alarm was raised."),
-    "fleet": ("gain by step", "Slots from left to right: r1c0, r1c1."),
+    "fleet": ("gain by step", "Slots from left to right: r1c0, r1c1;"),
     "host": ("digits_hand, round 1, host 2", "save the film as GIF", "fossilized", "Host 2, the best of 4"),
     "decisions": ("How often a host germinated a seed",),
     "health": ("How far an update moved the policy",),

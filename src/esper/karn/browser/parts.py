@@ -73,12 +73,15 @@ def fleet_grid(hosts: Sequence[HostHistory], slots: Sequence[str], asked: Asked,
                 element("td", "" if last is None else f"{last:+.1f}" if by_gain else f"{last:.4g}"),
             )
         )
-    what = "gain" if by_gain else "score"
+    what = "gain" if by_gain else "accuracy" if any(any(host.accuracies) for host in hosts) else "loss"
     head = element("tr", *(element("th", name, scope="col") for name in ("host", "slots", f"{what} by step", what)))
-    unit = "Gains are points of accuracy over the control; dashed is zero. " if by_gain else ""
-    caption = f"{unit}Slots from left to right: {', '.join(slots) or 'none yet'}. The bar below a slot is its alpha."
+    unit = "points of accuracy over the control" if by_gain else "in %" if what == "accuracy" else "on validation data"
+    curves = f"The {what} is {unit}; each curve has a scale of its own, and its dashed line is zero."
+    order = (
+        f"Slots from left to right: {', '.join(slots) or 'none yet'}; the dark bar below a slot is its alpha, 0 to 1."
+    )
     grid = element("table", element("thead", head), element("tbody", *rows), class_="fleet")
-    return [key_of_stages(), grid, note(caption)]
+    return [key_of_stages(), note(f"{order} {curves}"), grid]
 
 
 def key_of_stages() -> Markup:
@@ -115,7 +118,10 @@ def seeds_table(history: HostHistory, slots: Sequence[str]) -> Markup:
         return note("All slots are empty.")
     head = ("slot", "stage", "blueprint", "alpha", "born at", "audition", "contribution")
     return table(
-        head, rows, f"Slots now, after step {history.trained}; auditions and contributions in points ± their error."
+        head,
+        rows,
+        f"After the last trained step, {history.trained}. Audition: what a seed would gain if it acted; contribution: "
+        "what the host would lose without it. In points of accuracy ± standard error.",
     )
 
 

@@ -1,5 +1,6 @@
 """The app: screens of one run, a list of runs, keys, and the clock that reads files and drives replays."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,8 +48,15 @@ KEYS = {
 }
 
 
+def settle() -> None:
+    """Exempt what was imported from garbage collection, which would hold up a redraw for 0.1 s now and then."""
+    gc.collect()
+    gc.freeze()
+
+
 def show(runs: Sequence[Path], *, replay: bool, speed: float, round: int | None) -> None:
     """Run the app until the user quits."""
+    settle()
     WatchApp([Watched.of(path) for path in runs], replay=replay, speed=speed, round=round).run()
 
 
@@ -200,7 +208,9 @@ class WatchApp(App[None]):
         if self.shown == "fleet":
             run = self.watched
             slots = run.state.slots
-            self.query_one("#caption", Static).update(Text("\n").join(fleet_caption(slots, self.size.width)))
+            self.query_one("#caption", Static).update(
+                Text("\n").join(fleet_caption(run.hosts(), slots, self.size.width))
+            )
             self.query_one(Fleet).show(run.hosts(), slots, run.trained, run.env)
         else:
             self.query_one(f"#{self.shown}", Lines).redraw()

@@ -26,8 +26,9 @@ def decision_lines(watched: Watched, width: int, height: int) -> list[Text]:
         return [styled(("no round is complete yet", "muted"))]
     lines = _maps(state, width)
     total = {op: sum(entry.ops.get(op, 0) for entry in state.rounds) for op in ops_of(state)}
-    lines += [Text(end=""), heading("Ops", "share of the decisions of each round; last and all rounds")]
-    room = max(8, width - NAME - 18)
+    lines += [Text(end=""), heading("Ops", "share of the decisions of each round, in the last one and in all")]
+    room = max(8, min(width - NAME - 18, len(state.rounds)))
+    lines.append(styled((f"{'op':<{NAME}}{'':<{room}}   last   all", "muted")))
     for op in total:
         shares = [100 * entry.ops.get(op, 0) / max(1, sum(entry.ops.values())) for entry in state.rounds]
         everything = 100 * total[op] / max(1, sum(total.values()))
@@ -35,7 +36,7 @@ def decision_lines(watched: Watched, width: int, height: int) -> list[Text]:
             styled(
                 fitted(op.lower(), NAME),
                 (sparkline(shares, room, (0.0, 100.0)), "blue"),
-                f" {shares[-1]:6.1f} % {everything:6.1f} %",
+                f" {shares[-1]:4.0f} % {everything:3.0f} %",
             )
         )
     return lines
@@ -47,7 +48,7 @@ def _maps(state: RunState, width: int) -> list[Text]:
     if not rows:
         return [styled(("no seed has been germinated", "muted"))]
     hosts = [max(1, len(state.episodes.get(entry.number, []))) for entry in state.rounds]
-    room = max(4, (width - NAME - 2) // 2 - 6)
+    room = max(4, min((width - NAME - 2) // 2 - 6, max(len("germinations") + 1, len(state.rounds))))
     names = list(seed_counts(state))
     lines = [
         heading("Seeds", f"per host, rounds {state.rounds[0].number} to {state.rounds[-1].number} from left to right"),
@@ -69,11 +70,11 @@ def _maps(state: RunState, width: int) -> list[Text]:
                 _shade(line, share / most if most else 0.0)
             line.append(f" {cells[row][-1]:4.2f} ")
         lines.append(line)
-    key = styled((f"{'':{NAME}}", ""))
+    key = styled()
     for index in range(1, len(SHADES)):
         _shade(key, index / (len(SHADES) - 1))
     ends = ", ".join(f"{most:.2f} {name.lower()}" for name, (_, most) in zip(names, maps, strict=True))
-    return [*lines, key.append(f" seldom to most ({ends} per host); blank: never", COLOURS["muted"])]
+    return [*lines, key.append(f" most: {ends} per host; blank: none", COLOURS["muted"])]
 
 
 def _columns(values: list[float], width: int) -> list[float]:

@@ -49,15 +49,20 @@ def _curve(host: HostHistory, trained: int, width: int, rows: int) -> list[Text]
     has_accuracy = any(value is not None for value in host.accuracies)
     curve, what, form = (host.accuracies, "accuracy", ".1f") if has_accuracy else (host.losses, "loss", ".3g")
     control = host.control_accuracies if any(value is not None for value in host.control_accuracies) else []
-    title = styled((f"host {host.env}", "bold"), f"  {what} {number(host.value(curve, trained), form)}")
+    unit = " %" if has_accuracy else ""
+    title = styled((f"host {host.env}", "bold"), f"  {what} {number(host.value(curve, trained), form)}{unit}")
     if control:
-        title.append(f", control {number(host.value(control, trained), form)}, gain {number(gains)}")
+        title.append(f", control {number(host.value(control, trained), form)}{unit}, gain {number(gains)} points")
     if host.outcome is not None:
-        title.append(f"; in the end, objective {host.outcome.objective:+.2f}", COLOURS["green"])
+        title.append(f"; objective in the end {host.outcome.objective:+.2f}", COLOURS["green"])
     own = _stretched(curve, host, width)
-    key = styled((f"{'':8}⠒ host ", "blue"), ("╌ its control", "muted")) if control else None
     lines = [title, *chart([own, _stretched(control, host, width)] if control else [own], width, rows, form=form)]
-    return [*lines, key] if key is not None else lines
+    others = [("╌ its control ", "muted")] if control else []
+    span = f" from step {host.begins_after} to {host.steps}"
+    return [
+        *lines,
+        styled(f"{'':{AXIS}}", (f"⠒ {what} of the host{' in %' if unit else ''} ", "blue"), *others, (span, "muted")),
+    ]
 
 
 def _stretched(curve: Sequence[float | None], host: HostHistory, width: int) -> list[float | None]:
@@ -66,12 +71,18 @@ def _stretched(curve: Sequence[float | None], host: HostHistory, width: int) -> 
     return [curve[i] if (i := column * steps // columns) < len(curve) else None for column in range(columns)]
 
 
+def _ending(slot: str) -> str:
+    """The name of a slot in front of its lane: its end, for names of one model begin alike."""
+    plain = safe(slot)
+    return fitted(plain if len(plain) < AXIS else f"…{plain[2 - AXIS :]}", AXIS - 1)
+
+
 def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) -> list[Text]:
     """A lane per slot: the stage of every step, and alpha below where the seed has acted."""
     used = {change.slot for change in host.changes} | set(host.alphas)
     slots = [slot for slot in order if slot in used]
     columns, steps = max(1, width - AXIS), max(1, host.steps - host.begins_after)
-    lines = [heading("Slots", "stage of each step, alpha below; the cursor is inverted"), *legend(width)]
+    lines = [heading("Slots", "▲ birth ★ commit ✖ cut ! panic; alpha from 0 to 1; inverted: this step"), *legend(width)]
     begins = [host.begins_after + column * steps // columns for column in range(columns)]
     last = host.trained
     marks = {(change.slot, change.at): MARKS[change.target] for change in host.changes if change.target in MARKS}
@@ -80,7 +91,7 @@ def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) ->
         at: {slot: seed.stage for slot, seed in host.at(at).items()} for at in dict.fromkeys(begins) if at <= last
     }
     for slot in slots:
-        lane = styled(f"{fitted(slot, AXIS - 1)} ")
+        lane = styled(f"{_ending(slot)} ")
         for column, at in enumerate(begins):
             first = column == 0 or begins[column - 1] != at
             text, style = stage_cell(stages.get(at, {}).get(slot, SeedStage.DORMANT))
@@ -102,7 +113,7 @@ def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) ->
 def _seeds(host: HostHistory, trained: int, width: int) -> list[Text]:
     """The seeds at the cursor, with what was measured of them."""
     seeds = host.at(trained)
-    lines = [heading("Seeds", "auditions and contributions in points, with their errors")]
+    lines = [heading("Seeds", "audition: if it acted; contribution: loss without it; points ± error")]
     if not seeds:
         return [*lines, styled(("every slot is empty", "muted"))]
     name = max(6, width - 69)
@@ -121,9 +132,13 @@ def _seeds(host: HostHistory, trained: int, width: int) -> list[Text]:
 def _considered(host: HostHistory, trained: int, width: int) -> list[Text]:
     """What the policy chose among, and its last decisions."""
     at = max((step for step in host.choices if step <= trained), default=None)
-    lines = [heading("The policy", "" if at is None else f"what it considered at step {at}, with probabilities")]
+    lines = [
+        heading(
+            "The policy", "" if at is None else f"what it considered at step {at}, with probabilities; ▸ was chosen"
+        )
+    ]
     if at is None:
-        why = "probabilities are known of the first eight hosts of a round, where a learned policy decides"
+        why = "no probabilities: they are of the first eight hosts, and of a learned policy"
         lines.append(styled((why, "muted")))
     else:
         lines += _options(host.choices[at], host.actions.get(at), width)

@@ -44,7 +44,7 @@ def _standing(watched: Watched, state: RunState, width: int) -> list[Text]:
     lines = [
         styled((safe(condition_of(watched.follower)), "bold"), counted),
         Text(end=""),
-        heading("Objective", "points: gain over the control minus rent"),
+        heading("Objective", "points of accuracy: gain over the control minus rent"),
     ]
     rows = [("this run, last rounds in training", own, "green"), ("control (never grows)", 0.0, "muted")]
     rows += [(f"{name}, evaluated", value, "sky") for name, value in watched.policies[:MOST_POLICIES]]
@@ -69,7 +69,7 @@ def _curves(state: RunState, width: int) -> list[Text]:
     wide = width >= 78
     own = (width - 2) // 2 if wide else width
     panels = [("objective", "points", True), ("gain", "points", True),
-              ("added_parameters", "per host", False), ("committed", "share", True)]  # fmt: skip
+              ("added_parameters", "per host", False), ("committed", "share of hosts", True)]  # fmt: skip
     blocks = []
     for name, unit, zero in panels:
         values = state.series(name)
@@ -94,23 +94,27 @@ def _beside(left: Text, right: Text, width: int) -> Text:
 def _health(state: RunState, width: int) -> list[Text]:
     """Numbers that are out of their range, open alarms, and a few curves of the learner."""
     counted, wrong = health_of(state)
-    lines = [Text(end=""), heading("Health", f"{counted - len(wrong)} of {counted} numbers in their healthy range")]
+    lines = [
+        Text(end=""),
+        heading("Health", f"{counted - len(wrong)} of {counted} numbers in their healthy range; curves: all rounds"),
+    ]
     lines += [
         styled(("! ", "orange"), f"{safe(each.name)} = {each.value:.4g}", (f"  healthy: {each.healthy}", "muted"))
         for each in wrong[:6]
     ]
-    spark = max(SHORTEST_SPARK, min(40, width - 50))
+    spark = max(SHORTEST_SPARK, min(30, width - 70))
+    room = max(1, width - spark - 36)
     for name in HEALTH_CURVES:
         values = state.series(name)
         if any(value is not None for value in values):
             metric = find_metric(name)
-            remark = "" if metric is None or not metric.healthy else f"  healthy: {metric.healthy}"
+            remark = "" if metric is None or not metric.healthy else f"healthy: {metric.healthy}"
             lines.append(
                 styled(
                     fitted(name, 24),
-                    (sparkline(values, spark), "blue"),
-                    f" {number(values[-1], '.4g'):>9}",
-                    (remark, "muted"),
+                    f"{number(values[-1], '.4g'):>9} ",
+                    (f"{sparkline(values, spark)} ", "blue"),
+                    (fitted(remark, room), "muted"),
                 )
             )
     alarms = open_alarms(state.alarms)

@@ -146,11 +146,20 @@ class Fleet(ScrollView, can_focus=True):
             self.action_choose()
 
 
-def fleet_caption(slots: Sequence[str], width: int) -> list[Text]:
+def fleet_caption(hosts: Sequence[HostHistory], slots: Sequence[str], width: int) -> list[Text]:
     """What a cell of the fleet shows."""
+    score = "loss" if hosts and not any(any(host.accuracies) for host in hosts) else "accuracy in %"
+    course = (f"{score.split()[0]} by step", "blue")
+    parts: list[str | tuple[str, str]] = ["gain where it has a control, ", course]
+    if any(value is not None for host in hosts for value in host.gains):
+        sides = ("over", "green"), "/", ("under", "vermilion")
+        parts = ["gain in points ", *sides, " its control, ", ("by step", "blue")]
     order = safe(", ".join(slots)) or "none known yet"
-    parts = "host, slots, accuracy in %, ", ("gain", "green"), " over its control, ", ("its course", "blue")
-    return [styled(*parts, (f"; slots: {order}", "muted")), *legend(width - 1)]
+    return [
+        styled(f"host, slots, {score}, ", *parts),
+        styled((f"slots from the input on: {order}; each curve has a scale of its own", "muted")),
+        *legend(width - 1),
+    ]
 
 
 class TabLabel(Static):

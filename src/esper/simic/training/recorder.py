@@ -197,8 +197,7 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
         seed = (round_index, task, suspect.step, first + suspect.env, suspect.slot)
         figures = round(suspect.contribution, 4), round(suspect.gain, 4)
         log.write(**events.as_line(events.SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
-    for env, host in enumerate(record.followed):
-        log.write(**events.as_line(events.HostFollowed(round_index, task, 0, first + env, *host)))
+    write_followed(log, round_index, record)
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
@@ -222,6 +221,12 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
             reward_parts=encode({name: round(total[env], 4) for name, total in parts.items()}),
         )
         log.write(**events.as_line(ended))
+
+
+def write_followed(log: JsonLines, round_index: int, record: RoundRecord) -> None:
+    """Log what the policy considered for the hosts that are followed."""
+    for env, host in enumerate(record.followed):
+        log.write(**events.as_line(events.HostFollowed(round_index, record.task, 0, record.first_env + env, *host)))
 
 
 def round_facts(records: Sequence[RoundRecord], report: DetailReport | None = None) -> RoundFacts:
