@@ -44,8 +44,7 @@ def test_a_row_per_world(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert (one["ranks"], one["efficiency"], one["exchanged_bytes"], one["mean_wait_s"]) == (1, 1.0, 0, 0.0)
     assert two["efficiency"] == pytest.approx(one["round_s"] / two["round_s"])
     assert two["exchanged_bytes"] > 1000 and two["longest_wait_s"] > 0 and two["ranks_hold_one_policy"]
-    parts = two["collect_s"] + two["exchange_s"] + two["update_s"]
-    assert 0 < parts <= two["round_s"] == two["rounds_s"][1]
+    assert two["round_s"] == two["rounds_s"][1] > 0 and min(two["collect_s"], two["update_s"]) > 0
     assert (written["rounds"], written["warm"], "cpu" in written["machine"]) == (2, 1, True)
 
 
