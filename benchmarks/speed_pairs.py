@@ -45,10 +45,12 @@ def loop_round(arguments: argparse.Namespace, folder: Path) -> Callable[[], obje
     TaskRegistry.register(replace(get_task(arguments.task), name=name, steps=arguments.steps))
     rounds = arguments.warm + arguments.pairs
     config = TrainConfig(
-        task=name, hosts=arguments.hosts, rounds=rounds, device=arguments.device, data_dir=arguments.data_dir
-    )
-    # The policy stays as it was born, so that both versions take nearly the same actions and grow as many seeds.
-    config = replace(config, ppo=replace(config.ppo, rate=1e-12))
+        task=name, hosts=arguments.hosts, rounds=rounds, device=arguments.device, data_dir=arguments.data_dir,
+        preset="core",
+    )  # fmt: skip
+    # The policy stays as it was born, so that both versions take nearly the same actions and grow as many seeds. What
+    # versions may have other defaults for is set here.
+    config = replace(config, ppo=replace(config.ppo, rate=1e-12, epochs=4))
     trainer = Trainer(config, folder / "run")
     trainer.folder.__enter__()  # released when this process ends
     return trainer.run_round
