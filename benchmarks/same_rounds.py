@@ -3,10 +3,9 @@
     python benchmarks/same_rounds.py OLD NEW --task cifar_baseline --device cuda --minutes 8
 
 OLD and NEW are folders with `src`. Every checkout trains every seed in a process of its own, all at once. Sums that are
-added in another order round differently, so actions soon differ and only means can agree. Compared are the mean over
-seeds of what a round gained, of the accuracy of the hosts' controls, and of what they added; the spread
-of the differences over seeds and rounds is the noise. Both get the default settings of the
-esper that this script finds.
+added in another order round differently, so actions soon differ and only means can agree. Compared are the means over
+seeds and rounds of what hosts gained, of their controls' accuracy, and of the parameters that were added; the spread of
+the differences is the noise. Both get the default settings of the esper that this script finds.
 """
 
 import argparse
@@ -33,10 +32,15 @@ def work(arguments: argparse.Namespace) -> None:
     """Train one seed; print a line of figures per round."""
     from esper.simic.training.config import TrainConfig
     from esper.simic.training.trainer import Trainer
+    from esper.tolaria import TaskRegistry, get_task
 
     torch.set_num_threads(1)
+    task = get_task(arguments.task)
+    # Older versions set no images aside for the end of an episode; without them both train and score on the same ones.
+    extra = {"extra_size": 0} if hasattr(task, "extra_size") else {}
+    TaskRegistry.register(replace(task, name="same", **extra))
     config = TrainConfig(
-        task=arguments.task, hosts=arguments.hosts, rounds=arguments.rounds, device=arguments.device,
+        task="same", hosts=arguments.hosts, rounds=arguments.rounds, device=arguments.device,
         data_dir=arguments.data_dir, seed=arguments.worker,
     )  # fmt: skip
     settings = json.loads(arguments.settings)

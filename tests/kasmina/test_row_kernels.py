@@ -21,6 +21,8 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "convolution of many channels": lambda width: Conv2d(width, width + 32, 3),
     "convolution of RGB": lambda width: Conv2d(3, width, 3),
     "narrowing convolution": lambda width: Conv2d(width, width // 2, 3),
+    "mixing convolution": lambda width: Conv2d(width, width + 3, 1),
+    "wide mixing convolution": lambda width: Conv2d(8 * width, 5 * width, 1),
     "norm of one group": lambda width: GroupNorm(1, width),
     "norm of pairs": lambda width: GroupNorm(width // 2, width),
     "scale": Scale,
@@ -91,7 +93,6 @@ WITH_NEIGHBOURS: dict[str, Callable[[int], nn.Module]] = LAYERS | {
     "widening convolution": lambda width: Conv2d(width, 2 * width, 3),
     "narrowing convolution": lambda width: Conv2d(2 * width, width, 3),
     "depthwise convolution": lambda width: Conv2d(width, width, 3, groups=width),
-    "mixing convolution": lambda width: Conv2d(width, width, 1),
 }
 
 
@@ -129,7 +130,7 @@ def test_a_row_that_is_not_finite_breaks_alone(
     """The others are as without it, and the gradient of its own weights or input shows it."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     layer = WITH_NEIGHBOURS[name](width)
-    inputs = 2 * width if name == "narrowing convolution" else width
+    inputs = layer.inputs if isinstance(layer, Conv2d) else width
     x, generator = rows_of(rows, inputs).to("cuda", dtype), torch.Generator().manual_seed(1)
     weights = {
         name: torch.randn(rows, *value.shape, generator=generator).to("cuda", dtype)

@@ -71,18 +71,23 @@ def _mix_kernel(  # type: ignore[no-untyped-def]
     x, weight, y, pixels, rows, inputs: tl.constexpr, outputs: tl.constexpr, stride_out, stride_in,
     PIXELS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """y[p, r, o] = Σ_i x[p, r, i]·weight[r, o, i] for a block of pixels of one row."""
+    """y[p, r, o] = Σ_i x[p, r, i]·weight[r, o, i] for a block of pixels and of outputs of one row."""
     row = tl.program_id(1)
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
-    i, o = tl.arange(0, IN), tl.arange(0, OUT)
+    o = tl.program_id(2) * OUT + tl.arange(0, OUT)
     base = (pixel.to(tl.int64) * rows + row)[:, None]
-    values = tl.load(x + base * inputs + i[None, :], mask=(pixel < pixels)[:, None] & (i < inputs)[None, :], other=0.0)
-    kernel = tl.load(
-        weight + row * inputs * outputs + o[None, :] * stride_out + i[:, None] * stride_in,
-        mask=(i < inputs)[:, None] & (o < outputs)[None, :],
-        other=0.0,
-    )
-    mixed = tl.dot(values, kernel, input_precision="ieee")
+    mixed = tl.zeros((PIXELS, OUT), tl.float32)
+    for first in tl.static_range(0, inputs, IN):
+        i = first + tl.arange(0, IN)
+        values = tl.load(
+            x + base * inputs + i[None, :], mask=(pixel < pixels)[:, None] & (i < inputs)[None, :], other=0.0
+        )
+        kernel = tl.load(
+            weight + row * inputs * outputs + o[None, :] * stride_out + i[:, None] * stride_in,
+            mask=(i < inputs)[:, None] & (o < outputs)[None, :],
+            other=0.0,
+        )
+        mixed += tl.dot(values, kernel, input_precision="ieee")
     tl.store(y + base * outputs + o[None, :], mixed, mask=(pixel < pixels)[:, None] & (o < outputs)[None, :])
 
 
@@ -91,9 +96,11 @@ def _mix_weight_kernel(  # type: ignore[no-untyped-def]
     x, g, partial, pixels, rows, steps, inputs: tl.constexpr, outputs: tl.constexpr,
     PIXELS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Per program: Σ_p g[p, r, o]·x[p, r, i] over some pixels of one row."""
+    """Per program: Σ_p g[p, r, o]·x[p, r, i] over some pixels of one row, for a block of outputs and inputs."""
     part, row = tl.program_id(0), tl.program_id(1)
-    i, o = tl.arange(0, IN), tl.arange(0, OUT)
+    blocks: tl.constexpr = (inputs + IN - 1) // IN
+    i = tl.program_id(2) % blocks * IN + tl.arange(0, IN)
+    o = tl.program_id(2) // blocks * OUT + tl.arange(0, OUT)
     total = tl.zeros((OUT, IN), tl.float32)
     for step in range(steps):
         pixel = (part * steps + step) * PIXELS + tl.arange(0, PIXELS)
@@ -110,14 +117,21 @@ def _mix_weight_kernel(  # type: ignore[no-untyped-def]
 
 MIX_PIXELS = 128
 MIX_STEPS = 32
+MIX_CHANNELS = 64
+"""Of a block. Two blocks of 128 pixels and 64 channels in float32, read ahead, take under 200 KiB of shared memory."""
+
+
+def _block(channels: int) -> int:
+    """Channels that a program has at once; a product needs at least 16."""
+    return min(MIX_CHANNELS, max(16, triton.next_power_of_2(channels)))
 
 
 def _mix(x: Tensor, weight: Tensor, outputs: int, stride_out: int, stride_in: int) -> Tensor:
     *space, rows, inputs = x.shape
     pixels = x.numel() // (rows * inputs)
     y = torch.empty(*space, rows, outputs, device=x.device, dtype=x.dtype)
-    sizes = max(16, triton.next_power_of_2(inputs)), max(16, triton.next_power_of_2(outputs))
-    grid = triton.cdiv(pixels, MIX_PIXELS), rows
+    sizes = _block(inputs), _block(outputs)
+    grid = triton.cdiv(pixels, MIX_PIXELS), rows, triton.cdiv(outputs, sizes[1])
     _mix_kernel[grid](x, weight, y, pixels, rows, inputs, outputs, stride_out, stride_in, MIX_PIXELS, *sizes)
     return y
 
@@ -142,8 +156,10 @@ class _MixChannels(torch.autograd.Function):
         pixels = x.numel() // (rows * inputs)
         parts = triton.cdiv(pixels, MIX_PIXELS * MIX_STEPS)
         partial = torch.empty(parts, rows, outputs, inputs, device=x.device, dtype=torch.float32)
-        sizes = max(16, triton.next_power_of_2(inputs)), max(16, triton.next_power_of_2(outputs))
-        _mix_weight_kernel[parts, rows](x, g, partial, pixels, rows, MIX_STEPS, inputs, outputs, MIX_PIXELS, *sizes)
+        sizes = _block(inputs), _block(outputs)
+        blocks = triton.cdiv(inputs, sizes[0]) * triton.cdiv(outputs, sizes[1])
+        grid = parts, rows, blocks
+        _mix_weight_kernel[grid](x, g, partial, pixels, rows, MIX_STEPS, inputs, outputs, MIX_PIXELS, *sizes)
         return dx, partial.sum(0).to(weight.dtype)
 
 
