@@ -4,9 +4,11 @@ Everything is included: training with shadow rows, validation, ablations, probin
 of main rows alone are counted. The first rounds, in which graphs are captured, are shown but not averaged.
 
     python benchmarks/loop_throughput.py --device cuda
+    python benchmarks/loop_throughput.py --device cuda --cold --rounds 3   # no kernel is compiled yet
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -21,6 +23,9 @@ from harness import RESULTS, Json, print_table, write_result
 from esper.simic.training import collect
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.trainer import Trainer
+
+USUAL = 64
+"""Hosts, where the name of the JSON does not say how many."""
 
 
 class Clock:
@@ -70,10 +75,11 @@ def main() -> None:
     """Run rounds, print one table, write one JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="cifar_baseline")
-    parser.add_argument("--hosts", type=int, default=64)
+    parser.add_argument("--hosts", type=int, default=USUAL)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm", type=int, default=2, help="rounds that are not averaged")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cold", action="store_true", help="begin with an empty cache of compiled kernels")
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -82,6 +88,8 @@ def main() -> None:
         data_dir=arguments.data_dir,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.cold:
+            os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "kernels")
         trainer = Trainer(config, Path(folder) / "run")
         clock = Clock(arguments.device)
         time_phases(trainer, clock)
@@ -131,7 +139,8 @@ def report(
         "seconds_per_round": list(rounds),
         "phases": mean,
     }
-    write_result(f"loop_throughput_{task.name}", result, arguments.out)
+    kind = "loop_cold" if arguments.cold else "loop_throughput"
+    write_result(f"{kind}_{task.name}{f'_{hosts}' if hosts != USUAL else ''}", result, arguments.out)
 
 
 if __name__ == "__main__":

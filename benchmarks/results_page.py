@@ -160,12 +160,13 @@ def page(folder: Path = RESULTS) -> str:
 
 
 def _heading(stem: str, found: Content) -> str:
+    if stem.startswith("loop_throughput"):
+        return f"Throughput: {found['task']}, {found['hosts']} hosts, {found.get('machine', {}).get('gpu')}"
     kind = stem.removesuffix(f"_{found['task']}")
     titles = {
         "ablations": f"Ablations: {found['task']}",
         "audited_credit": f"Audited credit: {found['task']}",
         "gain_lasts": f"The gain lasts: {found['task']}",
-        "loop_throughput": f"Throughput: {found['task']}, {found.get('machine', {}).get('gpu')}",
     }
     return HEADINGS.get(stem) or titles.get(kind) or str(found["task"])
 
@@ -394,12 +395,10 @@ def loop_throughput(found: Content) -> str:
         ["episodes/hour", f"{found['episodes_per_hour']:,.0f}"],
     ]
     phases = _table(["phase", "seconds per round", "share %"], rows)
-    command = f"python benchmarks/loop_throughput.py --device cuda --rounds {len(found['seconds_per_round'])} "
+    hosts, rounds = found["hosts"], len(found["seconds_per_round"])
+    command = f"python benchmarks/loop_throughput.py --device cuda --hosts {hosts} --rounds {rounds} "
     made = _command(f"{command}--warm {found['warm']}")
-    return (
-        f"The whole loop with {found['hosts']} hosts.\n\n{_table(['figure', 'value'], figures)}\n\n{phases}\n\n"
-        f"Made by:\n\n{made}"
-    )
+    return f"The whole loop.\n\n{_table(['figure', 'value'], figures)}\n\n{phases}\n\nMade by:\n\n{made}"
 
 
 SECTIONS = {

@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 from harness import RESULTS, Json, print_table, write_result
@@ -37,7 +38,7 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     task = get_task(arguments.task)
     # Older versions set no images aside for the end of an episode; without them both train and score on the same ones.
-    extra = {"extra_size": 0} if hasattr(task, "extra_size") else {}
+    extra: dict[str, Any] = {"extra_size": 0} if hasattr(task, "extra_size") else {}
     TaskRegistry.register(replace(task, name="same", **extra))
     config = TrainConfig(
         task="same", hosts=arguments.hosts, rounds=arguments.rounds, device=arguments.device,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from harness import RESULTS, Json, print_table, write_result
 
-HOSTS = 64
+HOSTS, TASK = 64, "cifar_baseline"
 READY, TOOK = "ready", "seconds "
 """Begin the lines that count; a round may print others."""
 
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--job", choices=JOBS, default="loop")
-    parser.add_argument("--task", default="cifar_baseline")
+    parser.add_argument("--task", default=TASK)
     parser.add_argument("--hosts", type=int, default=HOSTS, help="hosts, or envs of an update")
     parser.add_argument("--batch", type=int, default=256, help="images of a minibatch, where no task sets it")
     parser.add_argument("--steps", type=int, default=6, help="steps of an episode")
@@ -176,6 +176,7 @@ def main() -> None:
     print(f"\nmedian {statistics.median(ratios):.3f}, range {min(ratios):.3f} to {max(ratios):.3f}")
     result: dict[str, Json] = {
         "job": arguments.job,
+        "task": arguments.task,
         "device": arguments.device,
         "hosts": arguments.hosts,
         "steps": arguments.steps,
@@ -184,8 +185,9 @@ def main() -> None:
         "new_seconds": new.seconds,
         "median_speed_ratio": statistics.median(ratios),
     }
+    task = "" if arguments.task == TASK else f"_{arguments.task}"
     hosts = "" if arguments.hosts == HOSTS else f"_{arguments.hosts}"
-    write_result(f"speed_pairs_{arguments.job}{hosts}_{arguments.device}", result, arguments.out)
+    write_result(f"speed_pairs_{arguments.job}{task}{hosts}_{arguments.device}", result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -309,8 +309,20 @@ def test_speed_pairs(tmp_path: Path) -> None:
     root = str(BENCHMARKS.parent)
     update = ["--job", "update", "--hosts", "4", "--steps", "3", "--pairs", "2", "--warm", "1"]
     assert "median" in run_script("speed_pairs.py", tmp_path, root, root, *update, "--out", str(tmp_path))
-    measured = json.loads((tmp_path / "speed_pairs_update_cpu.json").read_text())
+    measured = json.loads((tmp_path / "speed_pairs_update_4_cpu.json").read_text())
     assert len(measured["old_seconds"]) == len(measured["new_seconds"]) == 2
+
+
+@pytest.mark.slow
+def test_same_rounds(tmp_path: Path) -> None:
+    """A checkout learns the same as itself, to the bit."""
+    root, size = (
+        str(BENCHMARKS.parent),
+        ["--task", "digits_blind", "--hosts", "4", "--rounds", "1", "--seeds", "0", "1"],
+    )
+    assert "control_accuracy" in run_script("same_rounds.py", tmp_path, root, root, *size, "--out", str(tmp_path))
+    measured = json.loads((tmp_path / "same_rounds_digits_blind.json").read_text())
+    assert all(found == {"mean": 0.0, "standard_error": 0.0} for found in measured["differences"].values())
 
 
 @pytest.mark.slow
