@@ -123,7 +123,8 @@ MIX_CHANNELS = 64
 
 def _block(channels: int) -> int:
     """Channels that a program has at once; a product needs at least 16."""
-    return min(MIX_CHANNELS, max(16, triton.next_power_of_2(channels)))
+    power: int = triton.next_power_of_2(channels)
+    return min(MIX_CHANNELS, max(16, power))
 
 
 def _mix(x: Tensor, weight: Tensor, outputs: int, stride_out: int, stride_in: int) -> Tensor:

@@ -75,43 +75,17 @@ class Trainer:
         they are divided evenly.
         """
         sinks, self.world = sinks or SinkSettings(), world or World()
-        sinks.check()
         torch.set_num_threads(config.threads)
         # Started again by the launcher, the same command continues the folder that it created.
         resume = resume or (self.world.restarts > 0 and (folder / CONFIG).is_file())
-        if resume:
-            check_settings(folder, config)
-        else:
-            RunFolder.check_free(folder)
-        if record is not None and resume:
-            RoundRecords.check(record, read_checksum(folder))
-        elif record is not None:
-            check_unused(record)
-        check_device(config.device)
-        if profile is not None:
-            check_trace(profile / "trace.json.gz", config.device)
+        check_start(config, folder, resume, sinks, profile, record)
         self.config, device = config, self.world.device(config.device)
         self.world.share(settings_message(config))
         shares = divide_groups(config, self.world, hosts_by_rank)
         local = replace(config, device=device)
         self.runners = [make_runner(local, name, shares[0], make_fleet) for name in config.tasks]
         newest = checkpoints_of(folder).newest() if resume else None
-        # A run that has begun must not read `config.start` again: it may have changed.
-        source = (
-            None if config.start is None else open_policy(config.start)[0] if newest is None else load_agent(newest)[0]
-        )
-        table, layout = common_view(self.runners, config, source)
-        agent = PPOAgent(
-            table,
-            layout,
-            agent_config(config, self.runners, source),
-            total_updates=max(1, config.rounds),
-            tasks=len(self.runners),
-            rng_seed=derive_seed(config.seed, "agent") % 2**62,
-            device=device,
-        )
-        if config.start is not None and newest is None:
-            begin_with(agent, config.start, config.preset)
+        agent = make_agent(config, self.runners, newest, device)
         if self.world.size > 1:
             self.world.agree(agreed_content(config, hosts_by_rank))
         # Last, so that a run that cannot start leaves nothing behind.
@@ -205,6 +179,50 @@ class Trainer:
             self.recorder.note_straggler(self.round, rank, why)
         exchanged, self.world.exchanged = self.world.exchanged, 0
         return timing.to_json(exchanged)
+
+
+def check_start(
+    config: TrainConfig,
+    folder: Path,
+    resume: bool,
+    sinks: SinkSettings,
+    profile: Path | None,
+    record: Path | None,
+) -> None:
+    """Raise if a run could not start, before anything is made."""
+    sinks.check()
+    if resume:
+        check_settings(folder, config)
+    else:
+        RunFolder.check_free(folder)
+    if record is not None and resume:
+        RoundRecords.check(record, read_checksum(folder))
+    elif record is not None:
+        check_unused(record)
+    check_device(config.device)
+    if profile is not None:
+        check_trace(profile / "trace.json.gz", config.device)
+
+
+def make_agent(config: TrainConfig, runners: Sequence[EpisodeRunner], newest: Path | None, device: str) -> PPOAgent:
+    """An agent for these runners; a new one begins with the policy of `config.start`.
+
+    A run that has a checkpoint, its newest, must not read `config.start` again: that may have changed.
+    """
+    source = None if config.start is None else open_policy(config.start)[0] if newest is None else load_agent(newest)[0]
+    table, layout = common_view(runners, config, source)
+    agent = PPOAgent(
+        table,
+        layout,
+        agent_config(config, runners, source),
+        total_updates=max(1, config.rounds),
+        tasks=len(runners),
+        rng_seed=derive_seed(config.seed, "agent") % 2**62,
+        device=device,
+    )
+    if config.start is not None and newest is None:
+        begin_with(agent, config.start, config.preset)
+    return agent
 
 
 def with_other_ranks(restored: Restored, before: int | None, now: int) -> Restored:
