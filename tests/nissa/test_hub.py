@@ -15,6 +15,7 @@ import pytest
 from nissa.watchers import Broken, Recorder, Slow, begun
 
 from esper.nissa import Event, Hub
+from esper.nissa import hub as hub_module
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -81,13 +82,10 @@ def test_a_slow_sink_never_holds_up_the_loop() -> None:
     with Hub([sink], capacity=4) as hub:
         hub.publish(begun(0))
         assert sink.arrived.wait(20)
-        start = time.perf_counter()
         for number in range(1, 101):
-            hub.publish(begun(number))
-        took = time.perf_counter() - start
+            hub.publish(begun(number))  # none of them waits: the sink goes on only after them
         assert hub.metrics() == {"dropped": 96, "failed": 0}
         sink.go_on.set()
-    assert took < 5, "the sink waits up to 20 s"
     assert sink.rounds == [0, 1, 2, 3, 4]
     assert hub.losses() == "slow was too slow for 96 events"
 
@@ -181,14 +179,21 @@ def test_a_full_queue_is_of_one_sink() -> None:
     assert hub.losses() == "one was too slow for 2 events; other was too slow for 2 events"
 
 
-def test_patience_is_for_all_together() -> None:
-    """Several that hang are waited for as long as one."""
+def test_patience_is_for_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several that hang are waited for as long as one: to one deadline."""
+    deadlines = set[float]()
+    join = hub_module._Worker.join
+
+    def joined(worker: hub_module._Worker, deadline: float) -> bool:
+        deadlines.add(deadline)
+        return join(worker, deadline)
+
+    monkeypatch.setattr(hub_module._Worker, "join", joined)
     sinks = [Hanging("close", f"sink {number}") for number in range(4)]
     hub = Hub(sinks, patience_s=0.5)
-    start = time.perf_counter()
     with pytest.warns(RuntimeWarning) as told:
         hub.close()
-    assert time.perf_counter() - start < 1.5, "each for itself would be 2 s"
+    assert len(deadlines) == 1
     assert [str(each.message) for each in told] == [
         f"training continues without a sink: {sink.name} did not end within 0.5 s" for sink in sinks
     ]

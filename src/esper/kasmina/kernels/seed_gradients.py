@@ -194,19 +194,8 @@ def stage_backward(  # type: ignore[no-untyped-def]
             if TO_STREAM or MULTIPLIES:
                 past += load_cells(target + start * apart, offsets, seen, channel, OUTPUTS).to(tl.float32)
                 store_cells(target + start * apart, offsets, seen, channel, past, OUTPUTS)
-    _leave(
-        share_of(sums, entry, parameters),
-        gamma,
-        beta,
-        scale,
-        to_gamma,
-        to_beta,
-        to_scale,
-        channel,
-        OUTPUTS,
-        GROUP,
-        LAST,
-    )
+    share = share_of(sums, entry, parameters)
+    _leave(share, gamma, beta, scale, to_gamma, to_beta, to_scale, channel, OUTPUTS, GROUP, LAST)
 
 
 @kernel
