@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from esper.grower.adapting import Adaptation, head_steps
 from esper.grower.growing_model import GrowingModel
 from esper.grower.guard import Guard
+from esper.grower.notes import leaves_of, pack, rebuilt, unpack
 from esper.grower.policies import RULES, OwnPolicy, make_policy, read_actions
 from esper.grower.records import OPS, Action, GrowthReport, Offer
 from esper.grower.rules import trial_of
@@ -305,7 +305,7 @@ class Decider:
             "unit": float(self.growing.random_guess_loss).hex(),
             "last_op": self.last_op,
             "observer": {name: pack(tensor) for name, tensor in self.observer.state().items()},
-            "policy": [pack(tensor) for tensor in _leaves(self.state)],
+            "policy": [pack(tensor) for tensor in leaves_of(self.state)],
             "guard": self.guard.notes(),
             **({} if self.adaptation is None else {"adaptation": self.adaptation.notes()}),
         }
@@ -315,7 +315,7 @@ class Decider:
         self.step, self.last_op = int(notes["step"]), int(notes["last_op"])
         self.growing.random_guess_loss = float.fromhex(notes["unit"])
         self.observer.restore({name: unpack(packed) for name, packed in notes["observer"].items()})
-        self.state = _rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
+        self.state = rebuilt(self.state, iter([unpack(packed) for packed in notes["policy"]]))
         self.guard.load(notes["guard"])
         if self.adaptation is not None and "adaptation" in notes:
             self.adaptation.restore(notes["adaptation"])
@@ -335,43 +335,3 @@ def _peek(validation: Iterable[Batch]) -> tuple[Batch, Iterable[Batch]]:
             "use; pass a loader or a list"
         ) from None
     return first, chain([first], iterator)
-
-
-def pack(tensor: Tensor) -> Json:
-    """A tensor as JSON, to the bit."""
-    content = tensor.detach().cpu().contiguous()
-    dtype = str(content.dtype).removeprefix("torch.")
-    return {
-        "dtype": dtype,
-        "shape": list(content.shape),
-        "bytes": content.view(torch.uint8).numpy().tobytes().hex()
-        if content.dim()
-        else content[None].view(torch.uint8).numpy().tobytes().hex(),
-    }
-
-
-def unpack(packed: Json) -> Tensor:
-    """The tensor that `pack` wrote."""
-    dtype = getattr(torch, packed["dtype"])
-    content = bytearray.fromhex(packed["bytes"])
-    return (
-        torch.frombuffer(content, dtype=dtype).reshape(packed["shape"]).clone()
-        if content
-        else torch.empty(packed["shape"], dtype=dtype)
-    )
-
-
-def _leaves(state: Any) -> Iterator[Tensor]:  # Any: the state of a policy
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, tuple | list):
-        for part in state:
-            yield from _leaves(part)
-
-
-def _rebuilt(state: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return next(tensors)
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        return type(state)(*(_rebuilt(part, tensors) for part in state))
-    return type(state)(_rebuilt(part, tensors) for part in state) if isinstance(state, tuple | list) else state
