@@ -14,7 +14,7 @@ class State(NamedTuple):
 
     hidden: Tensor
     parts: list[Tensor]
-    count: int
+    steps: int
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_a_state_is_put_together_from_its_leaves() -> None:
     again = rebuilt(state, iter([leaf + 1 for leaf in leaves_of(state)]))
     assert isinstance(again, State)
     assert [float(leaf[0]) for leaf in leaves_of(again)] == [2.0, 1.0, 6.0]
-    assert again.count == 7
+    assert again.steps == 7
