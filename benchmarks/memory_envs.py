@@ -2,7 +2,7 @@
 
     python benchmarks/memory_envs.py --part development   # two environments, on which the defaults were chosen
     python benchmarks/memory_envs.py                      # all four
-    python benchmarks/memory_envs.py --part development --agents "16 epochs" --seeds 3
+    python benchmarks/memory_envs.py --part development --agents learn "4 epochs" --seeds 3
 
 150,000 steps in 16 environments, one thread. RecurrentPPO has n_steps 128 and batch_size 512, and its own defaults
 otherwise. The *return* is the mean over the episodes that end in the last tenth of training, exploration included. It
@@ -68,6 +68,7 @@ PARTS = ("development", "final")
 THEIRS, OURS, RANDOM = "RecurrentPPO", "learn", "random"
 VARIANTS: dict[str, dict[str, Any]] = {  # Any: values of PPOConfig
     OURS: {},
+    "4 epochs": {"epochs": 4},
 }
 """Changes of the defaults"""
 

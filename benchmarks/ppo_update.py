@@ -32,7 +32,7 @@ def make_agent(device: torch.device) -> PPOAgent:
         slots=len(slots),
         blueprints=len(slots.blueprint_names),
     )
-    config = PPOConfig(gamma=1.0, target_kl=None)
+    config = PPOConfig(epochs=4, gamma=1.0, target_kl=None)
     return PPOAgent(growth_table(head_preset("core"), slots), layout, config, total_updates=1000, device=device)
 
 

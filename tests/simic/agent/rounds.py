@@ -41,8 +41,8 @@ Gradients = dict[str, Tensor]
 
 
 def small(**changes: Any) -> PPOConfig:  # Any: of the field's type
-    """Settings for tests: a narrow network, otherwise the defaults."""
-    return replace(PPOConfig(network=SMALL, steps=12), **changes)
+    """Settings for tests: a narrow network, short rounds and few epochs, otherwise the defaults."""
+    return replace(PPOConfig(network=SMALL, steps=12, epochs=4), **changes)
 
 
 def make_agent(

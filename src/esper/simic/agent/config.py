@@ -30,7 +30,7 @@ class PPOConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: int = 128
     """Steps per env in a round."""
-    epochs: int = 4
+    epochs: int = 10
     """Passes over a round in one update."""
     minibatches: int = 4
     """Minibatches per epoch; each holds whole envs."""
