@@ -53,9 +53,7 @@ def _maps(state: RunState, width: int) -> list[Text]:
     first, last = state.rounds[0].number, state.rounds[-1].number
     lines = [
         heading("Seeds", f"per host, rounds {first} to {last} from left to right; last: in the last round"),
-        styled(
-            (f"{'slot/blueprint':<{NAME}}{names[0].lower():<{room}} last {names[1].lower():<{room}} last", "muted")
-        ),
+        styled((f"{'slot/blueprint':<{NAME}}{names[0].lower():<{room}} last {names[1].lower():<{room}} last", "muted")),
     ]
     maps = []
     for rounds in seed_counts(state).values():
