@@ -1,9 +1,9 @@
 """The pictures of docs/watching.md: the screens of `esper watch`, as PNG, painted by Debian's Chromium.
 
-esper train --task digits_varied --teach 252 --rounds 16 --hosts 24 --members 3 --out runs/first
-esper evaluate --task digits_varied --policies runs/first,schedule,heuristic:shipped,random --hosts 24 \\
-    --json runs/first/evaluation.json
-python benchmarks/watching_pictures.py runs/first
+    esper train --task digits_varied --rounds 14 --hosts 16 --out runs/first
+    esper evaluate --task digits_varied --policies runs/first,schedule,heuristic:shipped,random --hosts 16 \\
+        --json runs/first/evaluation.json
+    python benchmarks/watching_pictures.py runs/first --host 1 --step 6
 """
 
 import argparse
@@ -20,8 +20,10 @@ from esper.karn.terminal.moment import Watched
 from esper.karn.terminal.opening import runs_in
 
 DOCS = Path(__file__).parents[1] / "docs"
-SIZE = (100, 34)
-COLOURS = 128
+WIDTH = 100
+HEIGHTS = {"overview": 34, "fleet": 14, "host": 36, "decisions": 22, "log": 16, RUNS: 12}
+"""Lines of each screen, so that none is mostly empty"""
+COLOURS = 256
 """Of a picture; more would only make the files larger"""
 
 
@@ -35,16 +37,18 @@ async def screens(arguments: argparse.Namespace) -> dict[str, str]:
     """An SVG of every screen, by name."""
     found = {}
     app = WatchApp([Watched.of(arguments.run)])
-    async with app.run_test(size=SIZE) as pilot:
+    async with app.run_test(size=(WIDTH, HEIGHTS[SCREENS[0]])) as pilot:
         app.watched.env = arguments.host
         for index, name in enumerate(SCREENS, 1):
+            await pilot.resize_terminal(WIDTH, HEIGHTS[name])
+            app.watched.follow()
             if name == "host" and arguments.step is not None:
                 app.watched.move_step(arguments.step - app.watched.trained)
             await pilot.press(str(index))
             await pilot.pause()
             found[name] = plain(app.export_screenshot(title=f"esper watch {arguments.run}", simplify=True))
     several = WatchApp([Watched.of(run) for run in runs_in(arguments.runs or arguments.run.parent)])
-    async with several.run_test(size=(SIZE[0], 12)) as pilot:
+    async with several.run_test(size=(WIDTH, HEIGHTS[RUNS])) as pilot:
         await pilot.pause(1.0)
         if several.shown == RUNS:
             found[RUNS] = plain(several.export_screenshot(title="esper watch runs", simplify=True))
@@ -63,7 +67,9 @@ def paint(drawings: dict[str, str], out: Path) -> list[Path]:
             page.set_content(f"<style>body{{margin:0}}svg{{display:block;width:1100px}}</style>{drawing}")
             shot = Image.open(io.BytesIO(page.locator("svg").first.screenshot(omit_background=False)))
             path = out / f"watch-{name}.png"
-            shot.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+            shot.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                path, optimize=True
+            )
             written.append(path)
             page.close()
         browser.close()

@@ -98,7 +98,8 @@ def provide(words: list[str]) -> None:
     """What a page takes for granted: a run to look at, another evaluation, a default folder that is free."""
     if not Path("runs/mine").exists() and "runs/mine" in words:
         grow("runs/mine")
-    if not Path("runs/first").exists() and "runs/first" in " ".join(words) and "--out" not in words:
+    is_looked_at = "runs" in words or "runs/first" in " ".join(words)
+    if not Path("runs/first").exists() and is_looked_at and "--out" not in words:
         main(reduced(FIRST))
     for name in words[words.index("--evaluation") + 1 :] if "--evaluation" in words else []:
         if name.endswith(".json"):

@@ -58,6 +58,13 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
         yield Figure(figsize=(width, height), layout="constrained")
 
 
+def warm_up() -> None:
+    """Draw once, to no end: the first figure takes a second, for matplotlib is imported and looks for its fonts."""
+    with new_figure(2, 1) as figure:
+        figure.subplots().plot([0, 1])
+        to_svg(figure, "warm")
+
+
 def whole_ticks(axis: "Axes") -> None:
     """Put the ticks at whole numbers, for rounds and steps."""
     from matplotlib.ticker import MaxNLocator

@@ -28,6 +28,8 @@ LIVE_VERSION = 1
 TAIL = 8 << 20
 """Bytes at the end of a log that are read first"""
 MOST_PROBLEMS = 20
+DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+"""One for all lines: to make one takes as long as to read a short line"""
 WATCHED_S = 0.05
 """Seconds that a poll may take, by default"""
 
@@ -131,7 +133,7 @@ class RunFollower:
         where = f"{file.path.name}, line {line.number}" if numbered else f"{file.path.name}, byte {line.begin:,}"
         try:
             try:
-                content = json.loads(line.raw, parse_constant=refuse_constant)
+                content = DECODER.decode(line.raw.decode())
             except (ValueError, RecursionError) as error:
                 self._note(f"{where} is not JSON: {error}")
                 return

@@ -1,6 +1,7 @@
 """What pages show: every view of every kind of run, damaged logs, hostile texts; and the server over HTTP."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -231,6 +232,25 @@ def test_slots_and_sparklines() -> None:
     assert Page(stage_cell("r1c0", None)).text("span") == "·"
     assert 'points="48.0,22.0 96.0,2.0"' in sparkline([0.0, 10.0], 2)
     assert 'class="zero"' in sparkline([None, None], 2)
+
+
+def test_the_first_picture_does_not_wait_for_the_front(tmp_path: Path) -> None:
+    """Of a long log the last rounds are read and drawn; what lies before is read when it is due."""
+    write_run(tmp_path / "run", [metrics(number) for number in range(40)], default_events(40))
+    folders = RunFolders(tmp_path)
+    watched = Watched(folders, folders.find("run"))
+    watched.follower.tail = (tmp_path / "run" / "events.jsonl").stat().st_size // 5
+    watched.read_first()
+    watched.front_at = math.inf
+    assert not watched.follow()
+    assert "reading the log" in status_of(watched)
+    assert "0 F · +3.5" in page_of(watched, "fleet").text()  # host 0 of round 39
+    assert not watched.follower.show(0)
+    watched.front_at = 0.0
+    while watched.follow():
+        pass
+    assert "reading the log" not in status_of(watched)
+    assert watched.follower.show(0)
 
 
 @pytest.fixture(scope="module")

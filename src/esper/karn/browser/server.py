@@ -15,6 +15,7 @@ from esper.karn.browser.folder import RunFolders
 from esper.karn.browser.look import head
 from esper.karn.browser.runs import MOST_COMPARED, compared, run_list, summary_of
 from esper.karn.browser.watched import WatchedRuns
+from esper.karn.canvas import warm_up
 from esper.karn.film_files import to_gif, to_picture
 from esper.karn.page import Markup, element, note, page
 from esper.leyline import BadValueError, EsperError, MissingPackageError
@@ -52,6 +53,7 @@ class Server:
 
         @asynccontextmanager
         async def lifespan(_: FastAPI):  # type: ignore[no-untyped-def]  # FastAPI knows it
+            self._drawing.submit(warm_up)
             with self.runs.following():
                 yield
 

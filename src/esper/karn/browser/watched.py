@@ -16,6 +16,9 @@ from esper.leyline import BadValueError
 
 FIRST_S = 1.0
 """Seconds that a run may be read before its first picture; the rest of a long log comes afterwards"""
+FRONT_AFTER_S = 1.5
+"""Seconds that a run is followed before the front of its log is read: its first picture is drawn and sent until then.
+To load a stored front would hold that up by seconds"""
 PAUSE_S = 0.25
 UNWATCHED_S = 30.0
 """A run that nobody has asked for so long is no longer followed"""
@@ -41,7 +44,7 @@ class Watched:
     def __init__(self, folders: RunFolders, run: Listed) -> None:
         self.folders, self.run, self.lock = folders, run, Lock()
         self.follower = RunFollower(run.path, cache=FrontCache())
-        self.asked_at = time.monotonic()
+        self.asked_at = self.front_at = time.monotonic()
         self.refused = ""
         """Why the run is no longer read"""
         self._drawn: dict[object, tuple[object, list[Markup]]] = {}
@@ -62,11 +65,19 @@ class Watched:
             return self.follower.poll(seconds, front=front)
 
     def read_first(self) -> None:
-        """Read what a first picture needs."""
+        """Read what a first picture needs; the front of a long log waits."""
         deadline = time.monotonic() + FIRST_S
         self.poll(0.02, front=False)
         while not self.follower.at_end and time.monotonic() < deadline:
             self.poll(0.02, front=False)
+        self.front_at = time.monotonic() + FRONT_AFTER_S
+
+    def follow(self) -> bool:
+        """Read what is new, and the front of a long log once it is due; whether more can be read at once."""
+        is_due = time.monotonic() >= self.front_at
+        self.poll(0.05, front=is_due)
+        read, size = self.follower.behind
+        return is_due and read < size
 
     def version(self) -> Version:
         """Changes when the run does."""
@@ -126,9 +137,7 @@ class WatchedRuns:
                 runs = list(self._runs.values())
             for watched in runs:
                 try:
-                    watched.poll(0.05)
-                    read, size = watched.follower.behind
-                    busy |= read < size
+                    busy |= watched.follow()
                 except BadValueError as error:
                     watched.refused = str(error)
             self._stopped.wait(0.005 if busy else PAUSE_S)

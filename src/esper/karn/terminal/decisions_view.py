@@ -12,7 +12,7 @@ from esper.karn.state import RunState
 from esper.karn.terminal.drawing import COLOURS, SHADES, fitted, heading, sparkline, styled
 from esper.karn.terminal.moment import Watched
 
-RAMP = ("#26424f", "#2f6f7e", "#35a08c", "#7fcf5f", "#fde725")
+RAMP = ("#3d6478", "#37838f", "#35a08c", "#7fcf5f", "#fde725")
 """From seldom to often; the shade says the same without colour"""
 NAME = 22
 
@@ -50,11 +50,10 @@ def _maps(state: RunState, width: int) -> list[Text]:
     hosts = [max(1, len(state.episodes.get(entry.number, []))) for entry in state.rounds]
     room = max(4, min((width - NAME - 2) // 2 - 6, max(len("germinations") + 1, len(state.rounds))))
     names = list(seed_counts(state))
+    first, last = state.rounds[0].number, state.rounds[-1].number
     lines = [
-        heading("Seeds", f"per host, rounds {state.rounds[0].number} to {state.rounds[-1].number} from left to right"),
-        styled(
-            (f"{'slot/blueprint':<{NAME}}{names[0].lower():<{room}}  last {names[1].lower():<{room}}  last", "muted")
-        ),
+        heading("Seeds", f"per host, rounds {first} to {last} from left to right; last: in the last round"),
+        styled((f"{'slot/blueprint':<{NAME}}{names[0].lower():<{room}} last {names[1].lower():<{room}} last", "muted")),
     ]
     maps = []
     for rounds in seed_counts(state).values():
@@ -74,7 +73,7 @@ def _maps(state: RunState, width: int) -> list[Text]:
     for index in range(1, len(SHADES)):
         _shade(key, index / (len(SHADES) - 1))
     ends = ", ".join(f"{most:.2f} {name.lower()}" for name, (_, most) in zip(names, maps, strict=True))
-    return [*lines, key.append(f" most: {ends} per host; blank: none", COLOURS["muted"])]
+    return [*lines, key.append(f" from few to most: {ends} per host; blank: none", COLOURS["muted"])]
 
 
 def _columns(values: list[float], width: int) -> list[float]:

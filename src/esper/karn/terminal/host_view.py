@@ -113,7 +113,7 @@ def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) ->
 def _seeds(host: HostHistory, trained: int, width: int) -> list[Text]:
     """The seeds at the cursor, with what was measured of them."""
     seeds = host.at(trained)
-    lines = [heading("Seeds", "audition: if it acted; contribution: loss without it; points ± error")]
+    lines = [heading("Seeds", "audition: gain if it acts; contribution: loss without it; points ± error")]
     if not seeds:
         return [*lines, styled(("every slot is empty", "muted"))]
     name = max(6, width - 69)

@@ -3,7 +3,7 @@
 from rich.text import Text
 
 from esper.karn.growth import GrowthRun
-from esper.karn.overview import condition_of, health_of, open_alarms, pace_of, recent_objective
+from esper.karn.overview import RECENT, condition_of, health_of, open_alarms, pace_of, recent_objective
 from esper.karn.state import RunState
 from esper.karn.terminal.drawing import (
     chart,
@@ -46,7 +46,11 @@ def _standing(watched: Watched, state: RunState, width: int) -> list[Text]:
         Text(end=""),
         heading("Objective", "points of accuracy: gain over the control minus rent"),
     ]
-    rows = [("this run, last rounds in training", own, "green"), ("control (never grows)", 0.0, "muted")]
+    last = min(RECENT, len(state.rounds))
+    rows = [
+        (f"this run, last {f'{last} rounds' if last > 1 else 'round'} of training", own, "green"),
+        ("control (never grows)", 0.0, "muted"),
+    ]
     rows += [(f"{name}, evaluated", value, "sky") for name, value in watched.policies[:MOST_POLICIES]]
     greatest = max((abs(value) for _, value, _ in rows if value is not None), default=1.0) or 1.0
     name_width = min(38, max(len(name) for name, _, _ in rows) + 1)
@@ -82,7 +86,7 @@ def _curves(state: RunState, width: int) -> list[Text]:
     for left, right in (blocks[:2], blocks[2:]):
         lines += [_beside(one, other, own) for one, other in zip(left, right, strict=True)]
     first, last = state.rounds[0].number, state.rounds[-1].number
-    return [*lines, styled((f"{'':8}rounds {first} to {last}", "muted"))]
+    return [*lines, styled((f"{'':8}rounds {first} to {last}, from left to right", "muted"))]
 
 
 def _beside(left: Text, right: Text, width: int) -> Text:
@@ -96,7 +100,9 @@ def _health(state: RunState, width: int) -> list[Text]:
     counted, wrong = health_of(state)
     lines = [
         Text(end=""),
-        heading("Health", f"{counted - len(wrong)} of {counted} numbers in their healthy range; curves: all rounds"),
+        heading(
+            "Health", f"{counted - len(wrong)} of {counted} numbers are healthy; below: the last round, all rounds"
+        ),
     ]
     lines += [
         styled(("! ", "orange"), f"{safe(each.name)} = {each.value:.4g}", (f"  healthy: {each.healthy}", "muted"))
