@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import Ended, run_ranks
+from torch.distributed.distributed_c10d import TCPStore
 
 from esper.leyline import BadValueError
 from esper.simic.distributed import Message, connection, open_world
@@ -111,3 +112,27 @@ def test_connections_are_closed_at_the_end(error: type[BaseException] | None, tm
 
     first = run_ranks(come, 2, tmp_path)[0]
     assert (first.code, first.output) == (0, "closed\n")
+
+
+def test_a_store_that_remembers_the_ranks_of_an_earlier_start(tmp_path: Path) -> None:
+    """torchrun's store outlives a restart. The new rank 1 comes first, and must not take the old rank 0 for the new."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def come_late(rank: int) -> None:
+        if rank == 0:
+            time.sleep(1.0)
+        meet(rank)
+
+    for come in (meet, come_late):
+        assert [rank.code for rank in run_ranks(come, 2, tmp_path, **shared)] == [0, 0]
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_a_store_without_rank_0(tmp_path: Path) -> None:
+    """The store of an earlier start answers, but nobody else does."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("start", "earlier")
+    shared = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ended = run_ranks(lambda rank: meet(rank) if rank else None, 2, tmp_path, **shared)
+    check(ended[1], "rank 0 is not")
