@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import Ended, run_ranks
-from torch.distributed.rendezvous import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from esper.leyline import BadValueError
 from esper.simic.distributed import Message, connection, open_world
