@@ -10,7 +10,8 @@
 set -euo pipefail
 
 out=${1:-runs/cluster}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${nodes%%$'\n'*}
 export OMP_NUM_THREADS=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-ib0}  # the network between the nodes; `ip -brief address` lists them
 
