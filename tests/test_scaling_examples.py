@@ -17,7 +17,7 @@ yaml = pytest.importorskip("yaml")
 
 SCALING = ROOT / "examples" / "scaling"
 STANDINS = {
-    "torchrun": 'printf "%s\\n" "${@@Q}" > torchrun.txt; echo "$GLOO_SOCKET_IFNAME $OMP_NUM_THREADS" > environment.txt',
+    "torchrun": 'printf "%s\\n" "${@@Q}" > torchrun.txt; env > environment.txt',
     "srun": 'exec "$@"',
     "scontrol": 'test "$*" = "show hostnames node[3-6]"; printf "node%s\\n" 3 4 5 6',
 }
@@ -37,11 +37,19 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     monkeypatch.chdir(tmp_path / "work")
 
     def run(*command: str, **variables: str) -> list[str]:
-        environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"} | variables
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO", "OMP", "TORCH"))}
+        environment = inherited | {"PATH": f"{tools}:{os.environ['PATH']}"} | variables
         subprocess.run(command, env=environment, check=True, timeout=60)
         return ["torchrun", *shlex.split(Path("torchrun.txt").read_text())]
 
     return run
+
+
+def settings() -> dict[str, str]:
+    """Variables that torchrun was started with."""
+    names = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    pairs = [line.partition("=") for line in Path("environment.txt").read_text().splitlines()]
+    return {name: value for name, _, value in pairs if name in names}
 
 
 def option(words: list[str], name: str) -> str:
@@ -77,7 +85,11 @@ def test_slurm(start: Callable[..., list[str]]) -> None:
         if line.startswith("#SBATCH")
     )
     assert directives["ntasks-per-node"] == "1" and directives["gpus-per-node"] == option(words, "--nproc-per-node")
-    assert Path("environment.txt").read_text().split() == ["ib0", "1"]
+    assert settings() == {
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     check_command(lambda: start("bash", str(script), "runs/mine", **job), "runs/mine")
 
 
@@ -94,6 +106,7 @@ def test_kubernetes(start: Callable[..., list[str]], tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     variables |= {"OUT": out, "ESPER_DATA": os.environ.get("ESPER_DATA", "")}
     words = start(*container["command"], *container["args"], **variables)
+    assert settings() == {name: value for name, value in variables.items() if name not in ("OUT", "ESPER_DATA")}
     assert option(words, "--nnodes") == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
     assert option(words, "--nproc-per-node") == str(container["resources"]["limits"]["nvidia.com/gpu"])
     port = service["spec"]["ports"][0]["port"]
@@ -108,7 +121,7 @@ def test_laptops(start: Callable[..., list[str]]) -> None:
     first, second = (start("bash", script, str(node), "192.168.1.10", "wlan0") for node in (0, 1))
     assert (option(first, "--node-rank"), option(second, "--node-rank")) == ("0", "1")
     assert launched(first) == launched(second) and option(first, "--master-addr") == "192.168.1.10"
-    assert Path("environment.txt").read_text().split() == ["wlan0", "1"]
+    assert settings() == {"GLOO_SOCKET_IFNAME": "wlan0", "OMP_NUM_THREADS": "1"}
     with pytest.raises(subprocess.CalledProcessError):
         start("bash", script, "0", "192.168.1.10")
     check_command(lambda: start("bash", script, "0", "192.168.1.10", "wlan0"), "runs/laptops")

@@ -13,6 +13,7 @@ out=${1:-runs/cluster}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${nodes%%$'\n'*}
 export OMP_NUM_THREADS=1
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or no node can join a running job (torch 2.13)
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-ib0}  # the network between the nodes; `ip -brief address` lists them
 
 work=(train --task cifar_baseline --device cuda --hosts 1024 --rounds 50 --out "$out")
