@@ -6,6 +6,9 @@ torchrun starts the ranks again, and the same command continues the folder. A mo
 random operation on a file of the run; half of the runs are killed again after the restart. Metrics (without timing),
 events and the last checkpoint must equal those of the run that nothing happened to, bit for bit.
 
+A run that fails counts as an outcome, with its error. With --keep FOLDER, finished runs are stored there, and the same
+command continues after the last one.
+
 With --elastic, two agents of torchrun (`--nnodes 1:2`) share the work, and the second one is killed with its rank: the
 first one must continue alone.
 """
@@ -13,6 +16,7 @@ first one must continue alone.
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,19 +28,24 @@ from pathlib import Path
 from typing import Any
 
 from harness import RESULTS, Json, print_table, write_result
+from kept import Kept
+from kept import number as number_of
 from kill_resume import differences, tiny_task
 from kills import FileKill
 
 from esper.leyline import EsperError
 from esper.simic.distributed import open_world
+from esper.simic.distributed.world import this_code
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.follower import Follower
-from esper.simic.training.run_folder import SESSIONS
+from esper.simic.training.run_folder import METRICS, SESSIONS
 from esper.simic.training.trainer import Trainer
 from esper.storage.files import remove_leftovers
 from esper.storage.logs import read_lines
 
 RESTARTS = 3
+TAIL = 2000  # characters of a failed run's output that are stored
+WHOLE = "whole.done"  # beside the run that nothing happened to, once it has ended
 LIMIT_S = 300.0  # that a run may take before something is wrong with it
 KILLS = "KILL_RANKS"  # the variable that tells ranks when they die: `restart:rank:kind:moment`, separated by commas
 
@@ -92,10 +101,9 @@ def start(command: list[str], kills: str = "") -> "subprocess.Popen[str]":
     )
 
 
-def run(folder: Path, arguments: argparse.Namespace, kills: str = "") -> float:
-    """One run until torchrun ends; returns its seconds."""
+def run(folder: Path, arguments: argparse.Namespace, kills: str = "") -> str | None:
+    """One run until torchrun ends; returns what went wrong, if anything did."""
     options = ["--nproc-per-node", str(arguments.ranks), "--standalone", "--max-restarts", str(RESTARTS)]
-    begin = time.perf_counter()
     process = start([*torchrun(*options), *worker_arguments(folder, arguments)], kills)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
@@ -103,9 +111,8 @@ def run(folder: Path, arguments: argparse.Namespace, kills: str = "") -> float:
         for number in _tree(process.pid):
             os.kill(number, signal.SIGKILL)
         output, _ = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"torchrun ended with {process.returncode} under {kills!r}:\n{output}")
-    return time.perf_counter() - begin
+        return f"no end after {LIMIT_S:.0f} s: {output[-TAIL:]}"
+    return f"torchrun ended with {process.returncode}: {output[-TAIL:]}" if process.returncode else None
 
 
 def worker_arguments(folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -130,29 +137,49 @@ def sessions(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / SESSIONS) if line["kind"] in ("begun", "resumed")]
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
-    """The run that nothing happens to, then the others."""
-    whole = folder / "whole"
-    run(whole, arguments)
-    lines = list(read_lines(whole / "metrics.jsonl"))
+def run_whole(folder: Path, arguments: argparse.Namespace) -> None:
+    """The run that nothing happens to."""
+    if failure := run(folder, arguments):
+        raise RuntimeError(f"the run without kills: {failure}")
+
+
+def kill_one(number: int, place: Path, whole: Path, arguments: argparse.Namespace) -> dict[str, Json]:
+    """One run with kills, and how it differs from the whole one. Its folder is removed."""
+    lines = list(read_lines(whole / METRICS))
     # From the start of training to its end; starting torch is not counted, nor killed.
     seconds = 2.0 + sum(line["timing"]["collect_s"] + line["timing"]["update_s"] for line in lines)
-    outcomes: list[dict[str, Json]] = []
-    for number in range(arguments.runs):
-        place, kills = (
-            folder / f"run-{number}",
-            draw_kills(random.Random(f"{arguments.seed} {number}"), arguments.ranks, seconds),
-        )
-        took = run(place, arguments, kills)
+    kills = draw_kills(random.Random(f"{arguments.seed} {number}"), arguments.ranks, seconds)
+    begin = time.perf_counter()
+    failure = run(place, arguments, kills)
+    outcome: dict[str, Json] = {"kills": kills, "seconds": time.perf_counter() - begin, "failure": failure}
+    if failure is None:
         remove_leftovers(place)
-        outcome: dict[str, Json] = {"kills": kills, "sessions": len(sessions(place)), "seconds": took}
-        outcomes.append({**outcome, "differences": list(differences(whole, place))})
-        print(f"{number}: {outcomes[-1]}", flush=True)
+        outcome |= {"sessions": len(sessions(place)), "differences": list(differences(whole, place))}
+    shutil.rmtree(place, ignore_errors=True)
+    return outcome
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
+    """The run that nothing happens to, then the others, unless a run with this number is stored."""
+    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "hosts", "seed")}
+    kept, whole = Kept(folder / "runs.jsonl", {**settings, **this_code()}), folder / "whole"
+    if not (folder / WHOLE).exists():
+        shutil.rmtree(whole, ignore_errors=True)
+        run_whole(whole, arguments)
+        (folder / WHOLE).touch()
+    for number in range(arguments.runs):
+        if str(number) not in kept.runs:
+            place = folder / f"run-{number}"
+            shutil.rmtree(place, ignore_errors=True)
+            kept.add(str(number), kill_one(number, place, whole, arguments))
+            print(f"{number}: {kept.runs[str(number)]}", flush=True)
+    outcomes = [kept.runs[str(number)] for number in range(arguments.runs)]
+    finished = [outcome for outcome in outcomes if outcome["failure"] is None]
     return {
-        **{"runs": arguments.runs, "ranks": arguments.ranks, "rounds": arguments.rounds, "hosts": arguments.hosts},
-        "seconds_in_which_kills_come": seconds,
-        "runs_equal": sum(not outcome["differences"] for outcome in outcomes),
-        "restarted": sum(int(str(outcome["sessions"])) > 1 for outcome in outcomes),
+        **{"runs": arguments.runs, **settings},
+        "runs_equal": sum(not outcome["differences"] for outcome in finished),
+        "failed": len(outcomes) - len(finished),
+        "restarted": sum(number_of(outcome, "sessions") > 1 for outcome in finished),
         "outcomes": outcomes,
     }
 
@@ -161,7 +188,7 @@ def lose_an_agent(arguments: argparse.Namespace, folder: Path) -> dict[str, Json
     """Two agents; the second is killed with its rank in the second round, and the first continues alone."""
     whole, place = folder / "whole", folder / "elastic"
     arguments.ranks = 1
-    run(whole, arguments)
+    run_whole(whole, arguments)
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", str(RESTARTS), "--rdzv-backend", "c10d"]
     conf = ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
     options += ["--rdzv-endpoint", f"localhost:{arguments.port}", "--rdzv-id", "kills", *conf]
@@ -169,7 +196,7 @@ def lose_an_agent(arguments: argparse.Namespace, folder: Path) -> dict[str, Json
     first = start(command)  # it has the store at which agents meet
     time.sleep(1.0)
     second = start(command)
-    log, deadline = place / "metrics.jsonl", time.monotonic() + LIMIT_S
+    log, deadline = place / METRICS, time.monotonic() + LIMIT_S
     while not log.exists() or sum(1 for _ in read_lines(log)) < 2:
         if time.monotonic() > deadline or first.poll() is not None:
             raise RuntimeError(f"no second round came: {first.communicate()[0]}")
@@ -184,7 +211,7 @@ def lose_an_agent(arguments: argparse.Namespace, folder: Path) -> dict[str, Json
         "exit_code": first.returncode,
         "ranks_before": max(leads),
         "remarks": remarks,
-        "differences": list(differences(whole, place)) if first.returncode == 0 else [output[-2000:]],
+        "differences": list(differences(whole, place)) if first.returncode == 0 else [output[-TAIL:]],
     }
 
 
@@ -203,6 +230,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=29876)
+    parser.add_argument("--keep", type=Path, help="folder in which finished runs are stored")
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -217,8 +245,8 @@ def main() -> None:
             write_result("kill_agent", result, arguments.out)
             good = not result["differences"] and result["ranks_before"] == 2
         else:
-            result = measure(arguments, Path(folder))
-            names = ("runs", "runs_equal", "restarted")
+            result = measure(arguments, arguments.keep or Path(folder))
+            names = ("runs", "runs_equal", "restarted", "failed")
             print_table(f"{arguments.ranks} ranks", ["", "runs"], [(name, result[name]) for name in names])
             write_result("kill_ranks", result, arguments.out)
             good = result["runs_equal"] == arguments.runs

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import pytest
 import torch
 from bench import BENCHMARKS
 
+from esper.simic.training.config import TrainConfig, taught_config
 from esper.tolaria import TaskRegistry
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is where a shell began the tests in the background
@@ -118,3 +120,21 @@ def pytest_collection_finish() -> None:
     """Exclude all that exists by now from garbage collection: tests that call it would spend their time there."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def short_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks under their own names with a fiftieth of the work."""
+    small = {
+        name: replace(task, steps=12, batches_per_step=2, batch=16, calibration_size=64)
+        for name, task in TaskRegistry._tasks.items()
+        if name.startswith("digits")
+    }
+    monkeypatch.setattr(TaskRegistry, "_tasks", TaskRegistry._tasks | small)
+    monkeypatch.setattr("esper.cli.train.taught_config", quickly_taught)
+
+
+def quickly_taught(episodes: int) -> TrainConfig:
+    """The settings of a taught run, with little imitation."""
+    config = taught_config(episodes)
+    return replace(config, teach=replace(config.teach, betas=(1.0,), folds=2, epochs=2))

@@ -4,7 +4,6 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import nn
 import esper
 from esper.cli import main
 from esper.karn.browser import server
-from esper.simic.training.config import TrainConfig, taught_config
-from esper.tolaria import TaskRegistry
 
 SMALLER = {
     "train": {"--rounds": "2", "--hosts": "8"},
@@ -34,24 +31,6 @@ EXTRAS = {"--tensorboard": "tensorboard", "--wandb": "wandb"}
 """Flag → the package that it needs and that a plain installation lacks."""
 FIRST = ["esper", "train", "--out", "runs/first"]
 """The run that pages speak of."""
-
-
-@pytest.fixture
-def short_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks under their own names with a fiftieth of the work."""
-    small = {
-        name: replace(task, steps=12, batches_per_step=2, batch=16, calibration_size=64)
-        for name, task in TaskRegistry._tasks.items()
-        if name.startswith("digits")
-    }
-    monkeypatch.setattr(TaskRegistry, "_tasks", TaskRegistry._tasks | small)
-    monkeypatch.setattr("esper.cli.train.taught_config", quickly_taught)
-
-
-def quickly_taught(episodes: int) -> TrainConfig:
-    """The settings of a taught run, with little imitation."""
-    config = taught_config(episodes)
-    return replace(config, teach=replace(config.teach, betas=(1.0,), folds=2, epochs=2))
 
 
 def reduced(words: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from esper.cli import main
 from esper.kasmina import BlueprintRegistry
@@ -41,16 +42,25 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """The commands in its shell blocks, comments and prompts taken off, continued lines joined."""
+    """The commands in its shell blocks, comments and prompts taken off, continued lines joined. What torchrun starts
+    counts as a command of its own."""
     found = []
     for block in blocks_of(page):
         if block.language in ("bash", "console", "sh", "shell"):
             text = "\n".join(block.lines).replace("\\\n", " ")
             for line in text.splitlines():
                 words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+                if words and words[0] == "torchrun":
+                    words = launched(words)
                 if words and words[0] in ("esper", "python", "make"):
                     found.append(words)
     return found
+
+
+def launched(words: list[str]) -> list[str]:
+    """The command that each rank runs. torchrun's own parser reads its options, and refuses those it does not know."""
+    options = get_args_parser().parse_args(words[1:])
+    return [*(["esper"] if options.module else ["python", options.training_script]), *options.training_script_args]
 
 
 def name_of(page: Path) -> str:
@@ -98,12 +108,17 @@ def test_blocks_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A\n```python\na = 1\n```\n"
-        "- item\n  ```bash\n  $ make x \\\n    Y=1  # why\n  # esper no\n  ls\n  ```\n"
+        "- item\n  ```bash\n  $ make x \\\n    Y=1  # why\n  # esper no\n  ls\n"
+        "  torchrun --nnodes 1:4 -m esper tasks --json x\n  torchrun a.py --ranks 2\n  ```\n"
         "```\n?\n```\n"
     )
-    assert [(block.language, block.line) for block in blocks_of(page)] == [("python", 3), ("bash", 7), ("", 13)]
+    assert [(block.language, block.line) for block in blocks_of(page)] == [("python", 3), ("bash", 7), ("", 15)]
     assert blocks_of(page)[0].lines == ["a = 1"]
-    assert commands_of(page) == [["make", "x", "Y=1"]]
+    assert commands_of(page) == [
+        ["make", "x", "Y=1"],
+        ["esper", "tasks", "--json", "x"],
+        ["python", "a.py", "--ranks", "2"],
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

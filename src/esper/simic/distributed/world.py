@@ -11,9 +11,9 @@ killed, its connections break, and the others end without a message.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -25,20 +25,17 @@ from torch import Tensor
 
 from esper.leyline import BadValueError, EsperError
 from esper.leyline.records import Json, flatten
+from esper.simic.distributed.connection import RankLostError, connect, disconnect
 from esper.storage.interrupts import stops_noted
 from esper.storage.stored import storable
 
-PATIENCE = timedelta(days=1)  # a rank may wait for a long round of another; lost processes break their connections
 FAILED = 2  # exit code of ranks that end because another one failed; `esper` exits with it after an error
+GRACE_S = 0.5  # torchrun ends all ranks as soon as one has ended; rank 0 prints its error first
 CONTENT = "content"  # the tensor that holds a message's JSON
 
 
 class RankError(EsperError, RuntimeError):
     """Another rank failed; the message is its own."""
-
-
-class RankLostError(EsperError, RuntimeError):
-    """Another rank has gone without a message."""
 
 
 class Message(NamedTuple):
@@ -206,25 +203,22 @@ def open_world() -> Iterator[World]:
     if world.size == 1:
         yield world
         return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    connect(world.rank, world.size)
     try:
         # A rank that joined later knows of no restart, and another may lead then.
         counts = world.gather(Message({}, {"restarts": world.restarts}))
         most = max((message.content["restarts"] for message in counts), default=0)
         world.restarts = world.share(None if world.rank else Message({}, {"restarts": most})).content["restarts"]
         yield world
-        dist.destroy_process_group()
-    except SystemExit:
-        dist.destroy_process_group()
-        raise
     except EsperError as error:
         if world.rank == 0:
             raise
         if not isinstance(error, RankLostError):
             _report(world, error)
+        time.sleep(GRACE_S)
         _end(FAILED)
+    finally:
+        disconnect()
 
 
 def _world_of(environment: Mapping[str, str]) -> World:
