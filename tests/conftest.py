@@ -74,7 +74,7 @@ def quick_run(shared_folder: Callable[[str, Callable[[Path], None]], Path]) -> P
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def script_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Scripts as modules; tasks that they register are gone with the test."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(TaskRegistry, "_tasks", dict(TaskRegistry._tasks))
@@ -83,12 +83,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def run_here(
-    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script_of: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """What a script prints, run in this process with few bootstraps: no time for another start of torch."""
 
     def run(name: str, *arguments: str) -> str:
-        script = benchmark(name)
+        script = script_of(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         monkeypatch.setattr(script, "BOOTSTRAPS", 20, raising=False)
         script.main()

@@ -31,9 +31,9 @@ def future_of(result: dict[str, Any]) -> Future[dict[str, Any]]:
     return future
 
 
-def test_heads_decide_about_statistics(benchmark: Script, tmp_path: Path) -> None:
+def test_heads_decide_about_statistics(script_of: Script, tmp_path: Path) -> None:
     """All runs of a cell are made once, and updates get the statistics with which the better head validated."""
-    script, kept = benchmark("adaptation"), benchmark("kept").Kept(tmp_path / "kept.jsonl", {})
+    script, kept = script_of("adaptation"), script_of("kept").Kept(tmp_path / "kept.jsonl", {})
     made: list[Any] = []
 
     def make(run: Any) -> Future[dict[str, Any]]:
@@ -52,15 +52,15 @@ def test_heads_decide_about_statistics(benchmark: Script, tmp_path: Path) -> Non
     assert {len(rates) for rates in sweeps.values()} == {2}, "sweeps are of equal size"
 
 
-def test_after_the_deadline_nothing_begins(benchmark: Script, tmp_path: Path) -> None:
+def test_after_the_deadline_nothing_begins(script_of: Script, tmp_path: Path) -> None:
     """And a later start makes what is missing, no more."""
-    script, kept = benchmark("adaptation"), benchmark("kept").Kept(tmp_path / "kept.jsonl", {})
+    script, kept = script_of("adaptation"), script_of("kept").Kept(tmp_path / "kept.jsonl", {})
     script.run_all(CELLS, 1, kept, lambda run: future_of(finished(run)), 2, 0.0)
     assert not kept.runs
     for run in script.runs_of(CELLS[0], 1, kept)[:2]:
         kept.add(run.name, finished(run))
     made: list[Any] = []
-    again = benchmark("kept").Kept(tmp_path / "kept.jsonl", {})
+    again = script_of("kept").Kept(tmp_path / "kept.jsonl", {})
 
     def make(run: Any) -> Future[dict[str, Any]]:
         made.append(run)
@@ -70,9 +70,9 @@ def test_after_the_deadline_nothing_begins(benchmark: Script, tmp_path: Path) ->
     assert len(made) == 12 - 2 and script.is_complete(CELLS[0], 1, again)
 
 
-def test_the_comparison_is_fair(benchmark: Script) -> None:
+def test_the_comparison_is_fair(script_of: Script) -> None:
     """Chosen on validation images, within the budget, each with its best rate."""
-    script, methods = benchmark("adaptation"), benchmark("adaptation_methods")
+    script, methods = script_of("adaptation"), script_of("adaptation_methods")
 
     def run(method: str, validation: float, test: float, added: int) -> dict[str, Any]:
         one = methods.Run("noise", 0, method, 1e-3, "original")
@@ -92,9 +92,9 @@ def test_the_comparison_is_fair(benchmark: Script) -> None:
     assert script.compare_cell(runs, 3, 100_000)["method"] == "lora 4 all"
 
 
-def test_intervals_are_crossed(benchmark: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_intervals_are_crossed(script_of: Script, capsys: pytest.CaptureFixture[str]) -> None:
     """Cases and seeds are crossed random effects, paired by seed."""
-    script, methods = benchmark("adaptation"), benchmark("adaptation_methods")
+    script, methods = script_of("adaptation"), script_of("adaptation_methods")
     gaps = {("noise", 0): 1.0, ("noise", 1): 2.0, ("blur", 0): -1.0, ("blur", 1): 3.0, ("contrast", 0): 0.5}
     gaps[("contrast", 1)] = 0.0
     cells = {}
@@ -107,9 +107,9 @@ def test_intervals_are_crossed(benchmark: Script, capsys: pytest.CaptureFixture[
     assert found["difference"] == pytest.approx(5.5 / 6)
 
 
-def test_a_torn_line_is_made_again(benchmark: Script, tmp_path: Path) -> None:
+def test_a_torn_line_is_made_again(script_of: Script, tmp_path: Path) -> None:
     """A kill while a run is stored loses that run alone; other settings are refused."""
-    kept = benchmark("kept").Kept
+    kept = script_of("kept").Kept
     path = tmp_path / "runs" / "kept.jsonl"
     first = kept(path, {"epochs": 3, "sizes": (1, 2)})
     first.add("one", {"seconds": 1.5})

@@ -44,14 +44,14 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.name not 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(
     name: str,
-    benchmark: Callable[[str], ModuleType],
+    script_of: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each script can be imported, says what it measures, and how to make it write elsewhere."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        benchmark(name).main()
+        script_of(name).main()
     assert "--out" in capsys.readouterr().out
 
 
@@ -181,14 +181,14 @@ def test_iql_growth(tmp_path: Path, run_here: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-def test_kill_resume(tmp_path: Path, run_here: Callable[..., str], benchmark: Callable[[str], ModuleType]) -> None:
+def test_kill_resume(tmp_path: Path, run_here: Callable[..., str], script_of: Callable[[str], ModuleType]) -> None:
     """Three runs, each killed at least once, end bit for bit as the one that was not; a difference would be seen."""
     printed = run_here("kill_resume", "--runs", "3", "--rounds", "2", "--out", str(tmp_path / "out"))
     assert printed.splitlines()[-1].startswith("3 of 3 runs end bit for bit")
     written = json.loads((tmp_path / "out" / "kill_resume.json").read_text())
     assert [each["differences"] for each in written["outcomes"]] == [[]] * 3
     assert all(each["kills"] for each in written["outcomes"])
-    script = benchmark("kill_resume")
+    script = script_of("kill_resume")
     for seed in range(2):
         config = script.TrainConfig(script.tiny_task("digits_blind"), rounds=1, hosts=2, members=1, seed=seed)
         script.Trainer(config, tmp_path / f"{seed}").run(progress=False)
@@ -218,9 +218,9 @@ def test_ablations(tmp_path: Path, run_here: Callable[..., str]) -> None:
         run_here("ablations", *arguments, *folders, *only, "--rounds", "2")
 
 
-def test_ablations_change_one_thing_each(benchmark: Callable[[str], ModuleType]) -> None:
+def test_ablations_change_one_thing_each(script_of: Callable[[str], ModuleType]) -> None:
     """All ten variants differ from the default and from each other."""
-    script = benchmark("ablations")
+    script = script_of("ablations")
     variants = script.variants(script.TrainConfig())
     assert len(variants) == 11
     assert len(set(variants.values())) == 11
@@ -249,17 +249,17 @@ def test_audited_credit(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert any(audit["effect"] != 0 for audit in written["audits"])
 
 
-def test_what_was_stored_is_not_computed_again(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_what_was_stored_is_not_computed_again(script_of: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """By name; without a folder nothing is stored."""
-    stored, numbers = benchmark("harness").stored, iter(range(9))
+    stored, numbers = script_of("harness").stored, iter(range(9))
     assert [stored(tmp_path / "keep", name, lambda: [next(numbers)]) for name in "aab"] == [[0], [0], [1]]
     assert [stored(None, "a", lambda: next(numbers)) for _ in range(2)] == [2, 3]
 
 
-def test_mixes_of_designs(benchmark: Callable[[str], ModuleType]) -> None:
+def test_mixes_of_designs(script_of: Callable[[str], ModuleType]) -> None:
     """Of what was measured: all designs of 3w and 1n, but not all of 3w and 3n. The best plan of each kind is chosen on
     even hosts and scored on odd ones: 5 and 3 against 4 and 1 of the better common plan, the second."""
-    script = benchmark("plan_table")
+    script = script_of("plan_table")
     one, other = torch.zeros(2, 2, 3), torch.zeros(2, 2, 3)  # plans, hosts, figures
     one[..., 0] = torch.tensor([[9.0, 5.0], [8.0, 4.0]])
     other[..., 0] = torch.tensor([[1.0, 3.0], [0.5, 1.0]])
@@ -270,9 +270,9 @@ def test_mixes_of_designs(benchmark: Callable[[str], ModuleType]) -> None:
     assert [name for name, _ in script.mixes(kinds)] == ["3w 1n"]
 
 
-def test_twins_differ_by_the_cut_alone(benchmark: Callable[[str], ModuleType]) -> None:
+def test_twins_differ_by_the_cut_alone(script_of: Callable[[str], ModuleType]) -> None:
     """From one snapshot: what is not cut ends alike to the last bit, what is cut does not; images are halved."""
-    script = benchmark("audited_credit")
+    script = script_of("audited_credit")
     fleet = HostFleet(replace(get_task("digits_blind"), batches_per_step=8), 4, seeds=[3, 4, 5, 6])
     halves = script.Halves(fleet)
     assert [len(part.targets) for part in (halves.first, halves.second)] == [200, 200]
@@ -288,10 +288,10 @@ def test_twins_differ_by_the_cut_alone(benchmark: Callable[[str], ModuleType]) -
     assert [torch.equal(a.losses, b.losses) for a, b in zip(kept, cut, strict=True)] == [False, True, False, True]
 
 
-def test_rank_correlations(benchmark: Callable[[str], ModuleType]) -> None:
+def test_rank_correlations(script_of: Callable[[str], ModuleType]) -> None:
     """By hand. Ranks 1 2 3 4 against 2 1 4 3: 1 − 6·4/(4·15) = 0.6. Within two slots of three: 1 and −1, so 0; over all
     six the slots agree, 1 2 3 4 5 6 against 1 2 3 6 5 4: 1 − 6·8/(6·35) = 0.771."""
-    script = benchmark("audited_credit")
+    script = script_of("audited_credit")
     one, other = np.array([1.0, 2, 3, 4]), np.array([2.0, 1, 4, 3])
     assert script.spearman(one, other) == pytest.approx(0.6)
     assert math.isnan(script.spearman(one, np.ones(4)))
@@ -338,12 +338,12 @@ def test_how_seeds_learn(tmp_path: Path) -> None:
 
 def test_own_models(
     tmp_path: Path,
-    benchmark: Callable[[str], ModuleType],
+    script_of: Callable[[str], ModuleType],
     run_here: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One seed of an MLP on digits: a row per arm; a stored cell is not run again, and other settings are refused."""
-    cases, script = benchmark("own_model_cases"), benchmark("own_models")
+    cases, script = script_of("own_model_cases"), script_of("own_models")
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     parts = (slice(900), slice(900, 1300), slice(1300, None))
     data = [(images[part].float() / 16, labels[part]) for part in parts]
@@ -373,9 +373,9 @@ def test_own_models(
         run_here("own_models", *arguments, "--epochs", "5")
 
 
-def test_own_models_by_hand(benchmark: Callable[[str], ModuleType]) -> None:
+def test_own_models_by_hand(script_of: Callable[[str], ModuleType]) -> None:
     """Losses of 1.8 and 1.9 against 2 are 10 and 5 % better: 7.5 ± 12.706 · 3.5355 / √2. Crops keep their pixels."""
-    script, cases = benchmark("own_models"), benchmark("own_model_cases")
+    script, cases = script_of("own_models"), script_of("own_model_cases")
     gain, half = script.compare([1.8, 1.9], [2.0, 2.0], True)
     assert (gain, half) == (pytest.approx(7.5), pytest.approx(12.706 * 2.5, rel=1e-4))
     assert script.compare([81.0, 82.0], [80.0, 80.0], False)[0] == pytest.approx(1.5)

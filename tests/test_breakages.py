@@ -14,9 +14,9 @@ LEAST = 30
 
 
 @pytest.fixture
-def breakages(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def breakages(script_of: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    return benchmark("breakages")
+    return script_of("breakages")
 
 
 def test_every_entry_fits_the_source(breakages: ModuleType) -> None:

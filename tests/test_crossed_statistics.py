@@ -14,9 +14,9 @@ from esper.simic.evaluation import statistics
 
 
 @pytest.fixture
-def script(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def script(script_of: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    return benchmark("crossed_statistics")
+    return script_of("crossed_statistics")
 
 
 def test_one_table_and_one_json(run_here: Callable[..., str], tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ PLAN = BENCHMARKS.parent / "src" / "esper" / "tamiyo" / "policies" / "shipped" /
 
 
 @pytest.fixture
-def frontier(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def frontier(script_of: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    return benchmark("frontier")
+    return script_of("frontier")
 
 
 def arguments(**changes: object) -> argparse.Namespace:
@@ -92,9 +92,9 @@ def made_up() -> dict[str, Any]:  # Any: JSON
     return {"task": "cifar_made_up", "final": True, "sizes": [size, larger]}
 
 
-def test_the_marks_of_the_figure(benchmark: Callable[[str], ModuleType]) -> None:
+def test_the_marks_of_the_figure(script_of: Callable[[str], ModuleType]) -> None:
     """Arrows, curve and hollow marks by hand; the panel names its axes, and others' results only for CIFAR-10."""
-    script, content = benchmark("frontier_figure"), made_up()
+    script, content = script_of("frontier_figure"), made_up()
     small = content["sizes"][0]
     assert list(script.arrows(small)) == [((1_000, 50.0), (1_900, 60.0)), ((1_000, 52.0), (2_000, 61.0))]
     assert script.static_curve(content["sizes"]) == [(1_000, 51.0), (2_000, 56.0), (3_000, 58.0), (4_000, 60.0)]

@@ -70,10 +70,10 @@ def test_gain_lasts_on_test_images_is_signed(
     assert len(Path("a/final.jsonl").read_text().splitlines()) == 1
 
 
-def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[str], ModuleType]) -> None:
+def test_waiting_with_the_work_of_a_control_is_the_control(script_of: Callable[[str], ModuleType]) -> None:
     """Given one training's work and as much again, a host ends where its control does, at T and later, whatever another
     host is given; given twice the work it ends where an episode of twice the length does."""
-    script = benchmark("gain_lasts")
+    script = script_of("gain_lasts")
     task = replace(get_task("digits_blind"), steps=3, batches_per_step=4)
     arena, seeds = Arena(task, head_preset("core")), [host_seed("evaluation", 7, number) for number in range(2)]
 
@@ -90,9 +90,9 @@ def test_waiting_with_the_work_of_a_control_is_the_control(benchmark: Callable[[
     assert later.tolist() == [trained(task, 6, 0), trained(double, 12, 1)]
 
 
-def test_only_fossils_are_trained_on(benchmark: Callable[[str], ModuleType]) -> None:
+def test_only_fossils_are_trained_on(script_of: Callable[[str], ModuleType]) -> None:
     """Env 0 has committed one of its two seeds, env 1 none: afterwards there is one seed left in all, which learns."""
-    script = benchmark("gain_lasts")
+    script = script_of("gain_lasts")
     fleet = HostFleet(replace(get_task("digits_blind"), steps=9, batches_per_step=2), 2)
     for env, slot_id in ((0, "r1c0"), (0, "r1c1"), (1, "r1c0")):
         fleet.germinate(env, slot_id, "depthwise")
@@ -113,9 +113,9 @@ def test_only_fossils_are_trained_on(benchmark: Callable[[str], ModuleType]) -> 
     assert work[0] > work[1] == 1.0
 
 
-def test_shares_of_gains(benchmark: Callable[[str], ModuleType]) -> None:
+def test_shares_of_gains(script_of: Callable[[str], ModuleType]) -> None:
     """By hand: gains of 10 and 30 of which 10 and 20 are left, 30/40; not the mean of 1 and 2/3."""
-    script = benchmark("gain_lasts")
+    script = script_of("gain_lasts")
     assert script.share_of(np.array([[10.0, 30.0]]), np.array([[10.0, 20.0]])) == pytest.approx(0.75)
     assert script.share_of(np.zeros((1, 2)), np.ones((1, 2))) is None
     low, high = script.share_interval(np.array([[10.0, 30.0]]), np.array([[10.0, 20.0]]))

@@ -14,9 +14,9 @@ RUNS = "+".join(f"runs/a{seed}" for seed in range(5))
 
 
 @pytest.fixture
-def script(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def script(script_of: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    return benchmark("join_evaluations")
+    return script_of("join_evaluations")
 
 
 def evaluated(**policies: list[list[float]]) -> dict[str, Any]:  # Any: what JSON holds

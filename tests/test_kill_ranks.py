@@ -16,9 +16,9 @@ ARGUMENTS = ["--runs", "3", "--rounds", "1"]
 
 
 @pytest.fixture
-def script(benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(script_of: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Runs without torchrun: the second one fails, and the third one trains with another seed."""
-    loaded = benchmark("kill_ranks")
+    loaded = script_of("kill_ranks")
 
     def run(folder: Path, _: argparse.Namespace, kills: str = "") -> str | None:
         assert bool(kills) == (folder.name != "whole")
@@ -69,9 +69,9 @@ def test_a_second_call_continues(
     assert again.splitlines()[:2] == stored.splitlines()[:2]
 
 
-def test_the_moments_of_kills(benchmark: Callable[[str], ModuleType]) -> None:
+def test_the_moments_of_kills(script_of: Callable[[str], ModuleType]) -> None:
     """They depend on the number alone, hit all ranks, by clock and by file, and half of the runs twice."""
-    script = benchmark("kill_ranks")
+    script = script_of("kill_ranks")
     drawn = [script.draw_kills(script.random.Random(f"0 {number}"), 3, 5.0) for number in range(60)]
     assert drawn[7] == script.draw_kills(script.random.Random("0 7"), 3, 5.0)
     words = [kill.split(":") for kills in drawn for kill in kills.split(",")]

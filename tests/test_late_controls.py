@@ -17,9 +17,9 @@ GROWS, RUN = "random-commit", "runs/a0"
 
 
 @pytest.fixture
-def script(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def script(script_of: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    return benchmark("late_controls")
+    return script_of("late_controls")
 
 
 def test_controls_from_a_file(script: ModuleType) -> None:

@@ -36,10 +36,10 @@ def test_memory_envs(tmp_path: Path) -> None:
 
 
 def test_returns_are_normalised_and_judged(
-    benchmark: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script_of: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hand: random 0.2, best 1; ours 0.6 and 0.8, theirs 0.4 and 1.0 on one environment, equal on the other."""
-    module = benchmark("memory_envs")
+    module = script_of("memory_envs")
     tasks = [task for task in module.TASKS.values() if task.part == "development"]
     returns = {
         ("learn", 0): 0.6,
@@ -70,10 +70,10 @@ def test_returns_are_normalised_and_judged(
     assert "+0.000" in capsys.readouterr().out
 
 
-def test_a_sequence_in_one_call_is_their_lstm_step_by_step(benchmark: Load) -> None:
+def test_a_sequence_in_one_call_is_their_lstm_step_by_step(script_of: Load) -> None:
     """Also from states that a new episode discards; a start within a sequence is refused."""
     policies = pytest.importorskip("sb3_contrib.common.recurrent.policies")
-    process = benchmark("memory_envs").process_sequence
+    process = script_of("memory_envs").process_sequence
     theirs = policies.RecurrentActorCriticPolicy._process_sequence
     lstm = torch.nn.LSTM(3, 8)
     features, state = torch.randn(4 * 6, 3), (torch.randn(1, 4, 8), torch.randn(1, 4, 8))

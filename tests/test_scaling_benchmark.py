@@ -20,9 +20,9 @@ SMALL = ["--task", QUICK, "--ranks", "1", "2", "--hosts", "4", "--members", "1",
 
 
 @pytest.fixture
-def forked(benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def forked(script_of: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script with ranks that are forked from this process, which saves their start."""
-    script = benchmark("scaling")
+    script = script_of("scaling")
     quick_config()
 
     def start(arguments: argparse.Namespace, ranks: int, hosts: int, folder: Path) -> None:
@@ -61,9 +61,9 @@ def test_the_same_policy_on_other_ranks(tmp_path: Path, run_here: Callable[..., 
     ]
 
 
-def test_distance(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_distance(script_of: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """By hand: weights 3 and 4 against 3 and 3 differ by a fifth of their norm. On the CPU that is a failure."""
-    script = benchmark("scaling")
+    script = script_of("scaling")
     for name, last in (("one", 4.0), ("other", 3.0)):
         folder = tmp_path / name / "checkpoints" / "round-00001"
         folder.mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_distance(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> Non
     assert not script.policies_equal({"device": "cuda", "worlds": [found | {"ranks_hold_one_policy": False}]})
 
 
-def test_parts_of_a_round(benchmark: Callable[[str], ModuleType]) -> None:
+def test_parts_of_a_round(script_of: Callable[[str], ModuleType]) -> None:
     """By hand: rank 0 gathered for 3 s, of which it waited 2 s for rank 1; sharing took another half second."""
     timing = {
         "collect_s": 13.0,
@@ -86,7 +86,7 @@ def test_parts_of_a_round(benchmark: Callable[[str], ModuleType]) -> None:
         "spans": {"collect/gather": 3.0, "share": 0.5},
         "ranks": {"collect_s": [8.0, 10.0], "wait_s": [2.0, 0.0], "exchanged_bytes": 7},
     }
-    assert benchmark("scaling")._parts(timing, 2) == {
+    assert script_of("scaling")._parts(timing, 2) == {
         **{"collect_s": 10.0, "mean_wait_s": 1.0, "longest_wait_s": 2.0},
         **{"exchange_s": 1.5, "update_s": 0.25, "exchanged_bytes": 7},
     }

@@ -61,9 +61,9 @@ def test_telemetry_cost(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert figures == {"median": sorted(ratios)[1], "low": None, "high": None}
 
 
-def test_nothing_is_watched_where_nothing_is_to_be(tmp_path: Path, benchmark: Callable[[str], ModuleType]) -> None:
+def test_nothing_is_watched_where_nothing_is_to_be(tmp_path: Path, script_of: Callable[[str], ModuleType]) -> None:
     """The run without telemetry writes no event and no metric, looks at no clock, and knows of failed minibatches."""
-    script = benchmark("telemetry_cost")
+    script = script_of("telemetry_cost")
     run, times = script.Run(quick_config(), tmp_path / "run"), script.Times(watched=False)
     run.trainer.agent.network.critic_out.weight.register_hook(lambda gradient: gradient * math.nan)
     with run.trainer.folder:
@@ -74,10 +74,10 @@ def test_nothing_is_watched_where_nothing_is_to_be(tmp_path: Path, benchmark: Ca
     assert times.telemetry == [0.0]
 
 
-def test_interval_of_a_median(benchmark: Callable[[str], ModuleType]) -> None:
+def test_interval_of_a_median(script_of: Callable[[str], ModuleType]) -> None:
     """By hand: of 30 values, 21 or more lie below the median with probability 0.0214: the 10th and the 21st are the
     ends. Of 6 all do with 1/64, so the extremes are; of 5 with 1/32, more than 0.025: no end is safe."""
-    script = benchmark("telemetry_cost")
+    script = script_of("telemetry_cost")
     assert script.interval([float(value) for value in range(30, 0, -1)]) == (15.5, 10.0, 21.0)
     assert script.interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (3.5, 1.0, 6.0)
     assert script.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, None, None)
@@ -97,9 +97,9 @@ def test_event_volume(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert all(question["rows"] > 0 for question in written["questions"].values())
 
 
-def test_simulated_rounds_are_whole_episodes(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_simulated_rounds_are_whole_episodes(script_of: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """Each host of a simulated round has the decisions, changes and parameters of one host that was played."""
-    script = benchmark("event_volume")
+    script = script_of("event_volume")
     pool = script.play(8, 2, 0, tmp_path / "played")
     played = [
         (record.actions[:, env].tolist(), [(step, one.change) for step, one in record.changes if one.env == env])

@@ -43,10 +43,10 @@ def assert_round_trip(
     assert list(model.state_dict()) == list(fresh.state_dict()) == names
 
 
-def test_a_pretrained_resnet(tmp_path: Path, benchmark: Any) -> None:
+def test_a_pretrained_resnet(tmp_path: Path, script_of: Any) -> None:
     """ResNet-20 with its real weights, in float32."""
     folder = Path(os.environ.get("ESPER_DATA", "data"))
-    cases = benchmark("adaptation_cases")
+    cases = script_of("adaptation_cases")
     if not (folder / cases.WEIGHTS).is_file():
         pytest.skip("no pretrained ResNet-20 in the folder of ESPER_DATA")
     model = cases.pretrained(folder).requires_grad_(False)

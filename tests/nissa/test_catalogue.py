@@ -14,9 +14,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture
-def script(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def script(script_of: Callable[[str], ModuleType]) -> ModuleType:
     """The script that writes the page."""
-    return benchmark("metrics_page")
+    return script_of("metrics_page")
 
 
 def test_the_page_is_up_to_date(script: ModuleType) -> None:

@@ -14,12 +14,12 @@ N, FEW = 1024, 8
 
 
 def test_hosts_train_as_in_a_small_fleet(
-    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+    script_of: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,024 hosts × 256 images × 32×32 pixels × 8 channels are 2³¹ numbers behind the first convolution. The last hosts
     lie behind all others there, and grow."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    make_fleet = benchmark("fleet_throughput").make_fleet
+    make_fleet = script_of("fleet_throughput").make_fleet
 
     def outcome(n: int) -> list[Tensor]:
         fleet = make_fleet(Namespace(device="cuda", bf16=False), n, 256, graphs=False)

@@ -241,12 +241,11 @@ def test_the_token(chromium: "Browser", root: Path, tmp_path: Path) -> None:
         page.wait_for_function("window.socket && window.socket.connected")
 
 
-def test_the_report(page: "Page", address: str, root: Path, tmp_path: Path) -> None:
+def test_the_report(page: "Page", root: Path, tmp_path: Path) -> None:
     """The slider of a report works from a file, without a server."""
     from esper.karn import write_report
 
     written = write_report(root / "trained", tmp_path / "report.html", hosts=1)
-    page.goto(f"{address}/")  # an own address, so that the page under test counts what is loaded from elsewhere
     page.set_content(written.read_text())
     page.locator(".film input").fill("5")
     assert "step 5 of 8" in text_of(page.locator(".film svg").first)
