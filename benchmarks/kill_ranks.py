@@ -4,7 +4,8 @@ python benchmarks/kill_ranks.py --runs 20 --ranks 2
 
 torchrun starts the ranks again, and the same command continues the folder. A moment is a random time, or for rank 0 a
 random operation on a file of the run; half of the runs are killed again after the restart. Metrics (without timing),
-events and the last checkpoint must equal those of the run that nothing happened to, bit for bit.
+events and the last checkpoint must equal those of the run that nothing happened to, bit for bit. A run that ends before
+its kill is made again with another one.
 
 A run that fails counts as an outcome, with its error. With --keep FOLDER, finished runs are stored there, and the same
 command continues after the last one.
@@ -24,11 +25,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from harness import RESULTS, Json, print_table, write_result
-from kept import Kept
+from kept import Content, Kept
 from kept import number as number_of
 from kill_resume import differences, tiny_task
 from kills import FileKill
@@ -70,6 +72,8 @@ def train(folder: Path, rounds: int, hosts: int) -> None:
 
 def _die_as_told(folder: Path) -> None:
     restart, rank = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+    if rank == "0":
+        _restarts_file(folder).write_text(restart)
     for kill in filter(None, os.environ.get(KILLS, "").split(",")):
         when, whom, kind, moment = kill.split(":")
         if (when, whom) == (restart, rank) and kind == "file":
@@ -78,6 +82,11 @@ def _die_as_told(folder: Path) -> None:
             timer = threading.Timer(float(moment), os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
+
+
+def _restarts_file(folder: Path) -> Path:
+    """Beside a run: how often torchrun has started its ranks again."""
+    return folder.with_name(f"{folder.name}.restarts")
 
 
 # -- in the process that starts torchrun ------------------------------------------------------------------------------
@@ -154,9 +163,18 @@ def kill_one(number: int, place: Path, whole: Path, arguments: argparse.Namespac
     outcome: dict[str, Json] = {"kills": kills, "seconds": time.perf_counter() - begin, "failure": failure}
     if failure is None:
         remove_leftovers(place)
-        outcome |= {"sessions": len(sessions(place)), "differences": list(differences(whole, place))}
-    shutil.rmtree(place, ignore_errors=True)
+        outcome |= {
+            "restarts": int(_restarts_file(place).read_text()),
+            "sessions": len(sessions(place)),
+            "differences": list(differences(whole, place)),
+        }
+    _remove(place)
     return outcome
+
+
+def _remove(place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    _restarts_file(place).unlink(missing_ok=True)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
@@ -167,20 +185,26 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Json]:
         shutil.rmtree(whole, ignore_errors=True)
         run_whole(whole, arguments)
         (folder / WHOLE).touch()
-    for number in range(arguments.runs):
+    outcomes: list[Content] = []
+    for number in count():
+        if len(outcomes) == arguments.runs:
+            break
         if str(number) not in kept.runs:
             place = folder / f"run-{number}"
-            shutil.rmtree(place, ignore_errors=True)
+            _remove(place)
             kept.add(str(number), kill_one(number, place, whole, arguments))
             print(f"{number}: {kept.runs[str(number)]}", flush=True)
-    outcomes = [kept.runs[str(number)] for number in range(arguments.runs)]
+        outcome = kept.runs[str(number)]
+        if outcome["failure"] is not None or outcome["restarts"]:
+            outcomes.append(outcome)
     finished = [outcome for outcome in outcomes if outcome["failure"] is None]
     return {
         **{"runs": arguments.runs, **settings},
         "runs_equal": sum(not outcome["differences"] for outcome in finished),
         "failed": len(outcomes) - len(finished),
-        "restarted": sum(number_of(outcome, "sessions") > 1 for outcome in finished),
-        "outcomes": outcomes,
+        "resumed": sum(number_of(outcome, "sessions") > 1 for outcome in finished),
+        "restarts": sum(int(number_of(outcome, "restarts")) for outcome in finished),
+        "outcomes": list(map(dict, outcomes)),
     }
 
 
@@ -246,8 +270,8 @@ def main() -> None:
             good = not result["differences"] and result["ranks_before"] == 2
         else:
             result = measure(arguments, arguments.keep or Path(folder))
-            names = ("runs", "runs_equal", "restarted", "failed")
-            print_table(f"{arguments.ranks} ranks", ["", "runs"], [(name, result[name]) for name in names])
+            names = ("runs", "runs_equal", "resumed", "restarts", "failed")
+            print_table(f"{arguments.ranks} ranks", ["what", "number"], [(name, result[name]) for name in names])
             write_result("kill_ranks", result, arguments.out)
             good = result["runs_equal"] == arguments.runs
     sys.exit(0 if good else 1)

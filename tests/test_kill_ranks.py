@@ -17,12 +17,13 @@ ARGUMENTS = ["--runs", "3", "--rounds", "1"]
 
 @pytest.fixture
 def script(script_of: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Runs without torchrun: the second one fails, and the third one trains with another seed."""
+    """Runs without torchrun: one fails, one trains with another seed, and one ends before its kill."""
     loaded = script_of("kill_ranks")
 
     def run(folder: Path, _: argparse.Namespace, kills: str = "") -> str | None:
         assert bool(kills) == (folder.name != "whole")
-        config = replace(quick_config(1), seed=int(folder.name == "run-2"))
+        folder.with_name(f"{folder.name}.restarts").write_text(str(int(folder.name != "run-2")))
+        config = replace(quick_config(1), seed=int(folder.name == "run-3"))
         if folder.name == "run-1":
             folder.mkdir()
             return "torchrun ended with 1: the disk is full"
@@ -47,15 +48,21 @@ def test_a_second_call_continues(
 ) -> None:
     """A failure and a difference are outcomes. Nothing that is stored runs again."""
     stored, written = kill(run_here, tmp_path)
-    assert (written["runs_equal"], written["failed"], written["restarted"]) == (1, 1, 0)
-    equal, failed, other = (json.loads(line)["run"] for line in stored.splitlines())
+    assert (written["runs_equal"], written["failed"], written["restarts"], written["runs"]) == (1, 1, 2, 3)
+    equal, failed, spared, other = (json.loads(line)["run"] for line in stored.splitlines())
     assert (equal["failure"], equal["differences"]) == (None, [])
     assert (failed["failure"], "differences" in failed) == ("torchrun ended with 1: the disk is full", False)
+    assert spared["restarts"] == 0
     assert "metrics.jsonl" in other["differences"]
-    assert sorted(path.name for path in (tmp_path / "keep").iterdir()) == ["runs.jsonl", "whole", "whole.done"]
+    assert sorted(path.name for path in (tmp_path / "keep").iterdir()) == [
+        "runs.jsonl",
+        "whole",
+        "whole.done",
+        "whole.restarts",
+    ]
 
     first = stored.splitlines(keepends=True)
-    (tmp_path / "keep" / "runs.jsonl").write_text("".join(first[:2]))  # stopped before the last one
+    (tmp_path / "keep" / "runs.jsonl").write_text("".join(first[:3]))  # stopped before the last one
     begun, run = [], script.run
 
     def noted(folder: Path, arguments: argparse.Namespace, kills: str = "") -> str | None:
@@ -65,8 +72,8 @@ def test_a_second_call_continues(
 
     monkeypatch.setattr(script, "run", noted)
     again, _ = kill(run_here, tmp_path)
-    assert begun == ["run-2"]
-    assert again.splitlines()[:2] == stored.splitlines()[:2]
+    assert begun == ["run-3"]
+    assert again.splitlines()[:3] == stored.splitlines()[:3]
 
 
 def test_the_moments_of_kills(script_of: Callable[[str], ModuleType]) -> None:
