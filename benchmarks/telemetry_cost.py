@@ -30,7 +30,7 @@ from esper.simic.agent import PPOAgent, PPOUpdateMetrics, ppo
 from esper.simic.agent.metrics import MinibatchRecord
 from esper.simic.agent.minibatch import PreparedRound
 from esper.simic.telemetry import Spans
-from esper.simic.training import collect, recorder
+from esper.simic.training import collect, recorder, rollouts
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.live import StepWatch
 from esper.simic.training.trainer import Trainer
@@ -71,7 +71,7 @@ def unwatched(trainer: Trainer) -> Iterator[None]:
         for owner, name, instead in (
             (trainer.spans, "enabled", False),
             (collect, "find_suspects", lambda *_: (nothing, ())),
-            (collect, "compute_lstm_health", lambda _: None),
+            (rollouts, "compute_lstm_health", lambda _: None),
             (ppo, "summarise", needed),
             (trainer.recorder, "write_events", lambda *_: None),
             (trainer.recorder, "write_metrics", lambda *_: None),
@@ -128,7 +128,7 @@ class Stopwatch:
         with ExitStack() as stack:
             for owner, name in (
                 (collect, "find_suspects"),
-                (collect, "compute_lstm_health"),
+                (rollouts, "compute_lstm_health"),
                 (ppo, "summarise"),
                 (trainer.recorder, "write_events"),
                 (trainer.folder.events, "flush"),

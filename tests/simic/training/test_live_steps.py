@@ -197,7 +197,7 @@ def test_a_resumed_run_ignores_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_tasks_share_the_eight(tmp_path: Path) -> None:
     """Each has a few of its hosts followed; hosts are numbered over all tasks."""
-    config = replace(quick_config(1), task=f"{quick_config(1).task},{NAME}", hosts=24, members=5)
+    config = replace(quick_config(1), task=f"{quick_config(1).task},{tiny_task().name}", hosts=24, members=5)
     tiny_task()
     trainer = Trainer(config, tmp_path / "run")
     trainer.collector.live = live = LiveFile(tmp_path)
