@@ -1,4 +1,4 @@
-"""Kill ranks: runs under torchrun of which a rank is killed (SIGKILL) at random moments end like one that was not.
+"""Runs under torchrun end the same, whether or not a rank is killed (SIGKILL) at random moments.
 
 python benchmarks/kill_ranks.py --runs 20 --ranks 2
 

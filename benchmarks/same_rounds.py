@@ -138,7 +138,7 @@ def main() -> None:
     print_table(title, ["figure", "old", "new", "new − old, standard error"], rows)
     content: dict[str, Json] = {
         **{name: getattr(arguments, name) for name in ("task", "hosts", "seeds", "device")},
-        "rounds": [{name: list(map(list, own)) for name, own in found.items()}],
+        "rounds": {**found},
         "differences": differences,
     }
     write_result(f"same_rounds_{arguments.task}", content, arguments.out)

@@ -43,10 +43,10 @@ def test_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """At 4, 11, 15 and 22 s: the second and the fourth call are ten seconds after the line before."""
     times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 22.0, 22.0])
     monkeypatch.setattr("esper.leyline.progress.time.monotonic", lambda: next(times))
-    with progress.progress_bar("rounds", 2_000) as advance:
+    with progress.progress_bar("rounds", 2_500, done=500) as advance:  # resumed
         for number in range(4):
             advance(500, f"objective +{number}")
-    assert capsys.readouterr().err == "rounds: 1,000 of 2,000 objective +1\nrounds: 2,000 of 2,000 objective +3\n"
+    assert capsys.readouterr().err == "rounds: 1,500 of 2,500 objective +1\nrounds: 2,500 of 2,500 objective +3\n"
 
 
 def test_nothing_where_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,9 @@ LINE_S = 10.0
 """Seconds between two lines where there is no terminal. Short work prints none."""
 
 
-def _lines(title: str, total: int) -> Advance:
+def _lines(title: str, total: int, done: int) -> Advance:
     """Print a line now and then: logs of batch jobs should tell how far the work is."""
-    done, last = 0, time.monotonic()
+    last = time.monotonic()
 
     def advance(amount: int, words: str = "") -> None:
         nonlocal done, last
@@ -37,10 +37,13 @@ def _lines(title: str, total: int) -> Advance:
 
 
 @contextmanager
-def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
-    """Show progress on stderr while the block runs, and yield the function that advances it."""
+def progress_bar(
+    title: str, total: int, *, done: int = 0, in_bytes: bool = False, shown: bool = True
+) -> Iterator[Advance]:
+    """Show progress on stderr while the block runs, and yield the function that advances it. `done`: of the total,
+    before the block."""
     if not shown or not sys.stderr.isatty() or find_spec("rich") is None:
-        yield _lines(title, total) if shown else ignore
+        yield _lines(title, total, done) if shown else ignore
         return
     from rich import progress
     from rich.console import Console
@@ -53,5 +56,5 @@ def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool 
         progress.TextColumn("{task.fields[words]}"),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, words="")
+        task = bar.add_task(title, total=total, completed=done, words="")
         yield lambda amount, words="": bar.update(task, advance=amount, words=words)

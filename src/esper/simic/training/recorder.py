@@ -59,10 +59,10 @@ class Recorder:
     @contextmanager
     def session(self, done: Callable[[], int], *, progress: bool = True) -> Iterator[None]:
         """Open the run's files and sinks, note begin and end. Signals end the block; `done` counts complete rounds."""
-        path, left = self.folder.path, self.rounds - done()
-        bar = progress_bar("rounds", left, shown=progress)
+        path = self.folder.path
+        bar = progress_bar("rounds", self.rounds, done=done(), shown=progress)
         with bar as self._advance, self.folder, self.hub, termination_interrupts():
-            if self._profile is not None and not left:
+            if self._profile is not None and done() == self.rounds:
                 raise BadValueError(f"{path} has no round left to trace; omit --profile")
             try:
                 with self._noted(done):
