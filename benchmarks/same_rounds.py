@@ -2,15 +2,14 @@
 
     python benchmarks/same_rounds.py OLD NEW --task cifar_baseline --device cuda --minutes 8
 
-OLD and NEW are folders with `src`. Every checkout trains every seed in a process of its own, all at once. Sums that are
-added in another order round differently, so actions soon differ and only means can agree. Compared are the means over
-seeds and rounds of what hosts gained, of their controls' accuracy, and of the parameters that were added; the spread of
+OLD and NEW are folders with `src`. Every checkout trains every seed in its own process, all at once. Sums that are
+added in another order round differently, so actions soon differ and only means can agree. Compared are means over
+seeds and rounds: what hosts gained, the accuracy of their controls, and the parameters that were added. The spread of
 the differences is the noise. Both get the default settings of the esper that this script finds.
 """
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -24,8 +23,10 @@ from typing import Any
 
 import torch
 from harness import RESULTS, Json, print_table, write_result
+from speed_pairs import importing
 
-FIGURES = ("objective", "gain", "control_accuracy", "added_parameters")
+FIGURES = ("objective", "gain", "added_parameters")
+"""Of every grown host at the end of an episode."""
 LINE = "round: "
 
 
@@ -52,9 +53,9 @@ def work(arguments: argparse.Namespace) -> None:
         with trainer.folder:
             for _ in range(arguments.rounds):
                 (record,) = trainer.run_round()
-                tensors = {name: getattr(record, name, None) for name in FIGURES}
-                tensors["control_accuracy"] = record.control_accuracies[-1]
-                means = {name: float(value.double().mean()) for name, value in tensors.items() if value is not None}
+                values = {name: getattr(record, name) for name in FIGURES}
+                values["control_accuracy"] = record.control_accuracies[-1]
+                means = {name: float(value.double().mean()) for name, value in values.items()}
                 print(LINE + json.dumps(means), flush=True)
 
 
@@ -69,12 +70,11 @@ def default_settings() -> str:
 
 def start(root: Path, seed: int) -> tuple[subprocess.Popen[str], list[dict[str, float]]]:
     """A process that trains one seed with one checkout, and the list that its rounds are added to."""
-    paths = [str(root.resolve() / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, __file__, *sys.argv[1:], "--worker", str(seed), "--settings", default_settings()],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+        env=importing(root / "src", Path(__file__).parent),
     )
     rounds: list[dict[str, float]] = []
 

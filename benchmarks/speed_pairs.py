@@ -105,20 +105,24 @@ def work(arguments: argparse.Namespace) -> None:
             print(f"{TOOK}{time.perf_counter() - start}", flush=True)
 
 
+def importing(*folders: Path) -> dict[str, str]:
+    """The environment of a process that imports from these folders first, and not from that of its script."""
+    paths = [*(str(folder.resolve()) for folder in folders), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
 class Checkout:
     """A process that works with one version of the source."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.seconds = root, list[float]()
-        before = os.environ.get("PYTHONPATH", "")
-        paths = [str(root / "src"), str(root / "benchmarks"), before]
         command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+            env=importing(root / "src", root / "benchmarks"),
         )
 
     def wait(self) -> None:
