@@ -145,8 +145,8 @@ def table(rows: list[dict[str, Any]]) -> None:
     print_table("Weak scaling, medians over rounds", HEADER, cells)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Json]:
-    """One run per number of ranks."""
+def measure(arguments: argparse.Namespace, name: str) -> None:
+    """One run per number of ranks; the JSON has all that are finished."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in arguments.ranks:
@@ -154,16 +154,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Json]:
             start(arguments, ranks, hosts, Path(folder) / str(ranks))
             rows.append(figures(Path(folder) / str(ranks), hosts, arguments.warm))
             print(f"{ranks} ranks: {rows[-1]['round_s']:.2f} s a round", flush=True)
-    return described(arguments, rows)
+            write_result(name, described(arguments, rows), arguments.out)
+    table(with_efficiency(rows))
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows beside the one of a single rank."""
+    alone = next((row["round_s"] for row in rows if row["ranks"] == 1), None)
+    return [row | {"efficiency": None if alone is None else alone / row["round_s"]} for row in rows]
 
 
 def described(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Json]:
     """Rows with their efficiency, and the settings behind them."""
-    alone = next((row["round_s"] for row in rows if row["ranks"] == 1), None)
-    rows = [row | {"efficiency": None if alone is None else alone / row["round_s"]} for row in rows]
-    table(rows)
     names = ("task", "hosts", "members", "rounds", "warm", "device")
-    return {**{name: getattr(arguments, name) for name in names}, "worlds": rows}
+    return {**{name: getattr(arguments, name) for name in names}, "worlds": with_efficiency(rows)}
 
 
 def compare_policies(arguments: argparse.Namespace) -> dict[str, Json]:
@@ -225,7 +229,7 @@ def main() -> None:
             write_result(f"scaling_policies_{where}", result, arguments.out)
             sys.exit(0 if policies_equal(result) else 1)
         else:
-            write_result(f"scaling_{where}", measure(arguments), arguments.out)
+            measure(arguments, f"scaling_{where}")
     except EsperError as error:
         print(f"rank 0: {error}", file=sys.stderr)
         sys.exit(2)
@@ -236,8 +240,9 @@ def measure_this_world(arguments: argparse.Namespace, where: str) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
         if train(arguments, arguments.hosts * ranks, Path(folder) / "run") == 0:
-            result = described(arguments, [figures(Path(folder) / "run", arguments.hosts * ranks, arguments.warm)])
-            write_result(f"scaling_{where}_{ranks}_ranks", result, arguments.out)
+            rows = [figures(Path(folder) / "run", arguments.hosts * ranks, arguments.warm)]
+            table(with_efficiency(rows))
+            write_result(f"scaling_{where}_{ranks}_ranks", described(arguments, rows), arguments.out)
 
 
 def policies_equal(result: dict[str, Any]) -> bool:
