@@ -2,7 +2,8 @@
 
     first step      choose norm statistics, the original ones or those of the new data, by validation loss
     a sixth of it   train the head; then fit the temperature of the logits and germinate
-    afterwards      judge the seeds in groups, by silencing each group
+    afterwards      commit seeds that help, judged in groups by silencing each group
+    last steps      commit or prune the rest
 
 The rule buys what a benchmark found to pay. Norms are adapted first, all of them if the budget allows. The rest buys
 low-rank updates: rank 1 for each stage from the first to the last, then rank 2, and so on. Nothing grows behind the
@@ -168,7 +169,10 @@ class Adaptation:
         return {slot_id: name for update in chosen.values() for slot_id, (name, _) in update.items()}
 
     def _judge(self, seed: SeedReport, trial: int, left: int) -> str | None:
-        """Commit a seed whose group lowers the loss beyond its error, prune one that raises it beyond its error."""
+        """Commit a seed whose group lowers the loss beyond its error; prune one that still raises it at the end.
+
+        Groups learn together, so in between one may look harmful only because another does its work.
+        """
         worth = self.worths.get(seed.slot_id)
         if seed.stage is not SeedStage.HOLDING or worth is None:
             return None
@@ -178,7 +182,7 @@ class Adaptation:
             return None
         if worth.beyond_error:
             return "fossilize"
-        return "prune" if -worth.value > worth.error else None
+        return "prune" if left <= ENDING and -worth.value > worth.error else None
 
 
 def _rank(blueprint: str) -> int | None:
