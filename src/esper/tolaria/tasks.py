@@ -219,7 +219,7 @@ _CIFAR_BASELINE = replace(
 )
 # Long episodes, in which a seed has time to pay its rent, and a budget for about two of the five places, so that a plan
 # has to choose. benchmarks/plan_table.py measures what a choice of these is worth.
-GROWTH_EPOCHS, GROWTH_BUDGET = 12, 6_000
+GROWTH_EPOCHS, GROWTH_BUDGET = 8, 6_000
 _CIFAR_TRAINING = 40_000  # images that are neither validation nor test
 _CIFAR_GROWTH = replace(
     _CIFAR_BASELINE,
