@@ -25,7 +25,7 @@ from esper.simic.training.config import growth_ppo
 from esper.simic.training.episode import SeedChange
 from esper.simic.training.recorder import stage_columns, write_record
 from esper.simic.training.rollouts import RoundRecord
-from esper.storage.logs import JsonLines
+from esper.storage.logs import JsonLines, read_lines
 
 BREAKS = (1, 4, 5, 9)
 """Steps in whose training every second host is broken"""
@@ -94,6 +94,15 @@ def test_each_change_begins_where_the_last_one_ended(run: Path) -> None:
     for life_ in lives.values():
         assert life_[0].source is SeedStage.DORMANT
         assert all(before.target is after.source for before, after in pairwise(life_))
+
+
+def test_whole_alphas_are_integers(run: Path) -> None:
+    """They are most of all; the others have two decimals."""
+    episodes = [line for line in read_lines(run / "events.jsonl") if line["kind"] == "episode"]
+    alphas = [alpha for line in episodes for curve in line["alphas"].values() for alpha in curve]
+    assert {alpha for alpha in alphas if type(alpha) is int} == {0, 1}
+    fractions = {alpha for alpha in alphas if type(alpha) is float}
+    assert fractions and all(0 < alpha < 1 and alpha == round(alpha, 2) for alpha in fractions)
 
 
 GOOD = columns(life(0, 0, "r1c0", 1))

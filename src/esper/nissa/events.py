@@ -143,7 +143,7 @@ class EpisodeEnded:
     stages: dict[str, Json]  # by column
     accuracies: list[float]  # after every step
     control_accuracies: list[float]
-    alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it
+    alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it; whole numbers are integers
     decisions: dict[str, list[Json]]  # by column: the steps that did not wait, and the choice of every head
     rewards: list[float | str]  # after every step; numbers that are not finite as words
     reward_parts: dict[str, float | str]  # summed over the episode

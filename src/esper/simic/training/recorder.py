@@ -225,7 +225,7 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
             accuracies=_rounded(record.accuracies[:, env]),
             control_accuracies=_rounded(record.control_accuracies[:, env]),
             alphas={
-                slot_id: _rounded(alphas)
+                slot_id: [int(alpha) if alpha.is_integer() else alpha for alpha in _rounded(alphas)]
                 for slot_id, alphas in zip(record.slots.slot_ids, record.alphas[:, env].T, strict=True)
                 if bool(alphas.any())
             },
