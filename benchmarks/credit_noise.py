@@ -17,9 +17,11 @@ import numpy as np
 from harness import RESULTS, Json, print_table, write_result
 from numpy.typing import NDArray
 
+from esper.karn.fields import checked_lines
+from esper.karn.lines import commits_of
+from esper.karn.stage_columns import changes_of
 from esper.leyline import BadValueError
 from esper.simic.training.run_folder import EVENTS, read_config
-from esper.storage.logs import read_lines
 
 Array = NDArray[np.float64]
 EARLY = 3
@@ -39,14 +41,13 @@ class Episode(NamedTuple):
 def read(folder: Path, first_round: int) -> Iterator[Episode]:
     """Episodes that committed something."""
     members = read_config(folder).members
-    plans: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for event in read_lines(folder / EVENTS):
-        key = (event["round"], event.get("env", 0))
-        if event["kind"] == "stage" and event["target"] == "FOSSILIZED":
-            plans[key].append(f"{event['slot']}/{event['blueprint']}")
-        elif event["kind"] == "episode" and event["round"] >= first_round and plans[key]:
-            group = (folder.name, event["round"], event["env"] // members)
-            yield Episode(group, tuple(sorted(plans[key])), event["gain"], event["control_accuracies"])
+    for line in checked_lines(folder / EVENTS):
+        if line.text("kind") == "episode" and line.whole("round") >= first_round:
+            env = line.whole("env")
+            plan = sorted(f"{each.slot}/{each.blueprint}" for each in commits_of(changes_of(line, env)))
+            group = (folder.name, line.whole("round"), env // members)
+            if plan:
+                yield Episode(group, tuple(plan), line.number("gain"), line.numbers("control_accuracies"))
 
 
 def residuals(episodes: list[Episode], known: Array) -> tuple[float, Array]:

@@ -1,6 +1,6 @@
 """A day of events: how many bytes a long run writes, and how long questions about them take.
 
-The default run of a large machine is simulated, not trained: 64 hosts of `cifar_baseline`, a round every 25 seconds.
+The default run of a large machine is simulated, not trained: 64 hosts of `cifar_baseline`, a round every 9 seconds.
 Rounds of `digits_blind`, which has as many steps, slots and blueprints, are played for real by an untrained policy,
 with hardly any training in them. Their episodes are drawn again and again, with noise on what is measured, and written
 by the functions that a run writes with. Every question then reads the files anew.
@@ -190,7 +190,7 @@ def acts_per_episode(records: Sequence[RoundRecord]) -> float:
 def main() -> None:
     """Simulate, ask, print one table, write one JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--round-seconds", type=float, default=25.0, help="how long a round takes on the large machine")
+    parser.add_argument("--round-seconds", type=float, default=9.0, help="how long a round takes on the large machine")
     parser.add_argument("--rounds", type=int, help="simulate only so many, and extrapolate (default: a whole day)")
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--played", type=int, default=4, help="rounds that are played for real")

@@ -80,21 +80,17 @@ def round_events() -> list[Json]:
     lines: list[Json] = []
     where = {"round": 0, "task": "digits_long"}
     for env in range(HOSTS):
-        moves = [
-            (5, "DORMANT", "GERMINATED", "germinate"), (6, "GERMINATED", "TRAINING", "tick"),
-            (15, "TRAINING", "BLENDING", "advance"), (20, "BLENDING", "HOLDING", "tick"),
-            (30, "HOLDING", "FOSSILIZED", "fossilize"),
-        ]  # fmt: skip
-        for step, source, target, cause in moves:
-            seed = {"slot": SLOTS[env % len(SLOTS)], "blueprint": "depthwise", "source": source, "target": target}
-            lines.append({"kind": "stage", **where, "step": step, "env": env, **seed, "cause": cause})
+        stages = {
+            "step": [5, 6, 15, 20, 30], "slot": [SLOTS[env % len(SLOTS)]] * 5, "blueprint": ["depthwise"] * 5,
+            "source": "DGTBH", "target": "GTBHF", "cause": "gtatf",
+        }  # fmt: skip
         curve = [10 + 80 * step / STEPS + 0.01 * env for step in range(STEPS)]
         alphas = {SLOTS[env % len(SLOTS)]: [min(1.0, max(0.0, (step - 15) / 5)) for step in range(STEPS)]}
         decided = {"step": [5, 15, 30], "op": ["GERMINATE", "ADVANCE", "FOSSILIZE"]}
         figures = {"objective": 5.0 + env, "gain": 6.0 + env, "accuracy": 80.0, "added_parameters": 72}
         curves = {"accuracies": curve, "control_accuracies": [0.9 * value for value in curve], "alphas": alphas}
         rewards = {"decisions": decided, "rewards": [0.123456 * step for step in range(STEPS)], "reward_parts": {}}
-        lines.append({"kind": "episode", **where, "env": env, **figures, **curves, **rewards})
+        lines.append({"kind": "episode", **where, "env": env, **figures, "stages": stages, **curves, **rewards})
     return lines
 
 

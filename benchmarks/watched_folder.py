@@ -1,6 +1,8 @@
 """A run folder that is written at an even pace, and the app that follows it, each in a process of its own.
 
-    python benchmarks/watched_folder.py write FOLDER 1000 30     # lines per second, seconds
+An event is a line, or a change of stage in the line of an episode.
+
+    python benchmarks/watched_folder.py write FOLDER 1000 30     # events per second, seconds
     python benchmarks/watched_folder.py follow FOLDER 30
 
 Each prints one JSON object in the end. Nothing here imports torch, which the app does not need.
@@ -12,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import psutil
 from esper.karn.terminal.app import WatchApp, settle
 from esper.karn.terminal.moment import Watched
 from esper.leyline.records import config_checksum
-from esper.nissa import EpisodeEnded, HostFollowed, StageChanged, StepTaken, as_line
+from esper.nissa import EpisodeEnded, HostFollowed, StepTaken, as_line
 from esper.nissa.events import ActionRow, ChangeRow, SeedRow
 
 Json = Any  # what will become JSON
@@ -58,12 +59,6 @@ def step_line(number: int, step: int, hosts: int) -> Json:
 
 def events_of(number: int) -> Iterator[Json]:
     """What a round adds to `events.jsonl`."""
-    for env in range(HOSTS):
-        for index, slot in enumerate(SLOTS):
-            for source, target in pairwise(LIFE):
-                step = index + 3 * (LIFE.index(source) + 1)
-                moved = "conv_small", source, target, "advance"
-                yield as_line(StageChanged(number, "digits_blind", step, env, slot, *moved))
     for env in range(FOLLOWED):
         choices = [{"op": {"WAIT": 0.7, "ADVANCE": 0.3}}] * STEPS
         yield as_line(HostFollowed(number, "digits_blind", 0, env, choices, [[("r1c0", 1.5, 0.5, 2.5, 0.75)]] * STEPS))
@@ -73,8 +68,21 @@ def events_of(number: int) -> Iterator[Json]:
             "step": list(range(0, 20, 4)), "op": ["ADVANCE"] * 5, "slot": list(SLOTS), "blueprint": [None] * 5,
         }  # fmt: skip
         figures, alphas = (5.0 + env / 10, 6.0, 80.0, 400), dict.fromkeys(SLOTS, [1.0] * STEPS)
-        told = *figures, curve, curve, alphas, decisions
+        told = *figures, stages_of(), curve, curve, alphas, decisions
         yield as_line(EpisodeEnded(number, "digits_blind", env, *told, [*curve], {"gain": 1.0, "rent": -1.0}))
+
+
+def stages_of() -> dict[str, Json]:
+    """The changes of stage of a host: the seed of every slot lives from DORMANT to FOSSILIZED."""
+    moves = sorted(
+        (index + 3 * (1 + age), slot, age) for index, slot in enumerate(SLOTS) for age in range(len(LIFE) - 1)
+    )
+    letters = "".join(stage[0] for stage in LIFE)
+    return {
+        "step": [step for step, _, _ in moves], "slot": [slot for _, slot, _ in moves],
+        "blueprint": ["conv_small"] * len(moves), "source": "".join(letters[age] for *_, age in moves),
+        "target": "".join(letters[age + 1] for *_, age in moves), "cause": "a" * len(moves),
+    }  # fmt: skip
 
 
 def metrics_of(number: int) -> Json:
@@ -109,7 +117,7 @@ def lines_of(number: int) -> list[tuple[str, Json]]:
 
 
 def write(folder: Path, per_second: float, seconds: float) -> Json:
-    """Write rounds at an even pace of lines."""
+    """Write rounds at an even pace of events."""
     files = {name: (folder / name).open("a") for name in ("live.jsonl", "events.jsonl", "metrics.jsonl")}
     start, written, kinds = time.perf_counter(), 0, Counter[str]()
     number, pending = 0, lines_of(0)
@@ -119,7 +127,9 @@ def write(folder: Path, per_second: float, seconds: float) -> Json:
             if line.get("kind") == "live":
                 files[name].truncate(0)
             files[name].write(json.dumps(line, separators=(",", ":")) + "\n")
-            written, kinds[line.get("kind", "metrics")] = written + 1, kinds[line.get("kind", "metrics")] + 1
+            kinds[line.get("kind", "metrics")] += 1
+            kinds["change of stage"] += len(line["stages"]["step"]) if "stages" in line else 0
+            written = kinds.total()
             if name != "events.jsonl":  # a run flushes its events together with the metrics
                 for file in files.values():
                     file.flush()
@@ -128,7 +138,7 @@ def write(folder: Path, per_second: float, seconds: float) -> Json:
         time.sleep(0.01)
     for file in files.values():
         file.close()
-    return {"lines": written, "seconds": time.perf_counter() - start, "rounds": number, "kinds": dict(kinds)}
+    return {"events": written, "seconds": time.perf_counter() - start, "rounds": number, "kinds": dict(kinds)}
 
 
 def follow(folder: Path, seconds: float) -> Json:

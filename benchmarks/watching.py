@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--per-second", type=float, default=1000.0, help="lines that are written")
+    parser.add_argument("--per-second", type=float, default=1000.0, help="events that are written")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long they are followed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -101,17 +101,17 @@ def main() -> None:
     drawn = {f"{width} x {height}": measure_drawing(arguments.hosts, (width, height), arguments.repeats)
              for width, height in sizes}  # fmt: skip
     followed = measure_following(arguments.per_second, arguments.seconds)
-    mix = ", ".join(f"{count / followed['lines']:.1%} {kind}" for kind, count in followed["kinds"].items())
+    mix = ", ".join(f"{count / followed['events']:.1%} {kind}" for kind, count in followed["kinds"].items())
     rows: list[tuple[str, str, str]] = [
         *((f"redraw, {size}, ms of {kind}: median (largest)",
            f"{statistics.median(times):.1f} ({max(times):.1f})", f"{BARS['redraw_ms']:g}")
           for size, kinds in drawn.items() for kind, times in kinds.items()),
-        ("lines per second", f"{followed['lines'] / followed['seconds']:.0f}", ""),
+        ("events per second", f"{followed['events'] / followed['seconds']:.0f}", ""),
         ("following, share of a core", f"{followed['cpu_share']:.3f}", f"{BARS['cpu_share']:g}"),
         ("following, MiB", f"{followed['mib']:.0f}", f"{BARS['mib']:g}"),
         ("bytes not read in the end", f"{followed['bytes_behind']}", ""),
     ]  # fmt: skip
-    print_table(f"{arguments.hosts} hosts of {len(SLOTS)} slots; lines: {mix}", ["figure", "value", "bar"], rows)
+    print_table(f"{arguments.hosts} hosts of {len(SLOTS)} slots; events: {mix}", ["figure", "value", "bar"], rows)
     result = {"bars": BARS, "hosts": arguments.hosts, "redraw_ms": drawn, "following": followed}
     write_result("watching", result, arguments.out)
 

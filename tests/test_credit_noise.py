@@ -7,9 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from karn.run_folders import default_events, episode, life, stage, write_run
 from simic.training.tiny import QUICK, quick_config
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes of later rounds that committed something, each with its group of two; what a panic undid is no plan."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("credit_noise")
+    monkeypatch.setattr(module, "read_config", lambda folder: quick_config(members=2))
+    undone = [*life(1, 3, "r1c1", 0), stage(1, 5, 3, "r1c1", "FOSSILIZED", "HOLDING", "panic")]
+    folder = write_run(tmp_path / "run", events=[*default_events()[:-1], episode(1, 3, 2.0, undone)])
+    control = [40.0 + 0.5 * step for step in range(8)]
+    plan = ("r1c0/depthwise",)
+    expected = [(("run", 1, 0), plan, 4.0, control), (("run", 1, 1), plan, 5.0, control)]
+    assert [tuple(found) for found in module.read(folder, 1)] == expected
 
 
 def test_credit_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

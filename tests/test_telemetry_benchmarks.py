@@ -119,8 +119,8 @@ def test_simulated_rounds_are_whole_episodes(script_of: Callable[[str], ModuleTy
 def test_a_day_of_events() -> None:
     """As it was measured, on a machine with other work to do: under 1 GiB, and every question answered in seconds."""
     figures = json.loads((BENCHMARKS / "results" / "event_volume.json").read_text())
-    assert figures["rounds_simulated"] == figures["rounds_per_day"] == 3456
-    assert (figures["hosts"], figures["round_seconds"]) == (64, 25.0)
+    assert figures["rounds_simulated"] == figures["rounds_per_day"] == 9600
+    assert (figures["hosts"], figures["round_seconds"]) == (64, 9.0)
     assert figures["share_of_gib"] < 1
     assert max(question["seconds"] for question in figures["questions"].values()) < 30
-    assert max(question["cpu_seconds"] for question in figures["questions"].values()) < 15
+    assert max(question["cpu_seconds"] for question in figures["questions"].values()) < 25

@@ -1,11 +1,13 @@
 """Run folders and evaluations written by hand, small enough to know every number."""
 
 import json
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from esper.karn.film_page import film_scripts
+from esper.leyline import CAUSES, SeedStage
 from esper.leyline.records import config_checksum
 
 Json = Any  # what will become JSON
@@ -17,7 +19,7 @@ TASK = "digits_hand"
 def stage(
     round_number: int, step: int, env: int, slot: str, source: str, target: str, cause: str, blueprint: str = "norm"
 ) -> Json:
-    """A stage event."""
+    """A change of stage, as a Grower writes it."""
     return {
         "kind": "stage", "round": round_number, "task": TASK, "step": step, "env": env, "slot": slot,
         "blueprint": blueprint, "source": source, "target": target, "cause": cause,
@@ -36,11 +38,19 @@ def life(round_number: int, env: int, slot: str, born: int, blueprint: str = "no
     return [stage(round_number, step, env, slot, a, b, cause, blueprint) for step, a, b, cause in moves]
 
 
-def episode(round_number: int, env: int, objective: float) -> Json:
+def columns(changes: Sequence[Json]) -> Json:
+    """Changes of stage, as an episode has them."""
+    listed = {name: [change[name] for change in changes] for name in ("step", "slot", "blueprint")}
+    stages = {name: "".join(SeedStage[change[name]].letter for change in changes) for name in ("source", "target")}
+    return {**listed, **stages, "cause": "".join(CAUSES[change["cause"]] for change in changes)}
+
+
+def episode(round_number: int, env: int, objective: float, changes: Sequence[Json] = ()) -> Json:
     """An episode event; the gain is a point more than the objective."""
     return {
         "kind": "episode", "round": round_number, "task": TASK, "env": env, "objective": objective,
         "gain": objective + 1, "accuracy": 50 + objective, "added_parameters": 10 * env,
+        "stages": columns(changes),
         "accuracies": [40.0 + step + env for step in range(STEPS)],
         "control_accuracies": [40.0 + 0.5 * step for step in range(STEPS)],
         "alphas": {"r1c0": [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0]},
@@ -64,15 +74,18 @@ def default_events(rounds: int = 2) -> list[Json]:
     """Four hosts a round with objectives 4, 3, 2, 1 (of envs 2, 0, 3, 1); two of them keep a seed."""
     events: list[Json] = []
     for number in range(rounds):
-        events += life(number, 0, "r1c0", 1, "depthwise") + life(number, 2, "r1c0", 2, "depthwise")
-        events += [
+        cut = [
             stage(number, 0, 1, "r1c1", "DORMANT", "GERMINATED", "germinate"),
             stage(number, 0, 1, "r1c1", "GERMINATED", "TRAINING", "tick"),
             stage(number, 4, 1, "r1c1", "TRAINING", "PRUNED", "prune"),
             stage(number, 4, 1, "r1c1", "PRUNED", "EMBARGOED", "tick"),
         ]
-        objectives = {0: 3.0, 1: 1.0, 2: 4.0, 3: 2.0}
-        events += [episode(number, env, objective) for env, objective in objectives.items()]
+        events += [
+            episode(number, 0, 3.0, life(number, 0, "r1c0", 1, "depthwise")),
+            episode(number, 1, 1.0, cut),
+            episode(number, 2, 4.0, life(number, 2, "r1c0", 2, "depthwise")),
+            episode(number, 3, 2.0),
+        ]
     return events
 
 

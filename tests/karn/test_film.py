@@ -215,7 +215,7 @@ def test_on_the_page(film: Film) -> None:
 def test_hostile_names(tmp_path: Path) -> None:
     """Text stays text: in the drawing, in the script's values, and in pictures."""
     name = "</script><img src=x onerror=alert(1)>\x1b[2J"
-    events = [stage(0, 1, 0, name, "DORMANT", "GERMINATED", "germinate", name), episode(0, 0, 1.0)]
+    events = [episode(0, 0, 1.0, [stage(0, 1, 0, name, "DORMANT", "GERMINATED", "germinate", name)])]
     run = read_run(write_run(tmp_path, [metrics(0)], events, task=name))
     film = film_of_host(run, 0)
     text = film_element(film, "one", "A caption.")

@@ -64,7 +64,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     """A line counts when it is complete, and events when their round is."""
     follower, state = followed(write_run(tmp_path, [metrics(0)], default_events(1)))
     assert not follower.poll()
-    append(tmp_path / "events.jsonl", *life(1, 0, "r1c2", 1), episode(1, 0, 7.0))
+    append(tmp_path / "events.jsonl", episode(1, 0, 7.0, life(1, 0, "r1c2", 1)))
     assert not follower.poll()
     assert (state.complete, len(state.changes)) == (0, 14)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -93,10 +93,10 @@ def test_a_cut_log_is_read_again(tmp_path: Path) -> None:
 def test_a_line_damaged_in_the_middle_is_named_and_skipped(tmp_path: Path) -> None:
     """With file and line; the others count."""
     events: list[Json] = default_events()
-    events[3] = {**events[3], "target": "ASLEEP"}
+    events[3]["stages"] = {**events[2]["stages"], "target": "GTBHZ"}
     write_run(tmp_path, [metrics(0), metrics(1)], events)
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
-    lines[6:6] = [b'{"kind": \n', b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"kind":"stage","round":1}\n']
+    lines[6:6] = [b'{"kind": \n', b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"kind":"episode","round":1}\n']
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
     append(tmp_path / "metrics.jsonl", [1], {"round": "two"})
     follower, state = followed(tmp_path)
@@ -108,8 +108,8 @@ def test_a_line_damaged_in_the_middle_is_named_and_skipped(tmp_path: Path) -> No
     ):
         assert place in told
     assert len(follower.problems) == 7
-    assert "line 4, target) 'ASLEEP'" in told
-    assert [len(state.episodes[number]) for number in (0, 1)] == [4, 4]
+    assert "line 4, stages, target) 'Z'" in told
+    assert [len(state.episodes[number]) for number in (0, 1)] == [3, 4]
     with pytest.raises(BadValueError):
         read_run(tmp_path)
 
@@ -178,8 +178,8 @@ def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tail", [8 << 20, 4000])
 def test_details_of_another_round(tail: int, tmp_path: Path) -> None:
     """They are read again where they lie; the newest ones come back."""
-    odd = stage(0, 2, 3, "r1c1", "DORMANT", "GERMINATED", "germinate")
-    events = [*default_events(1), odd, *default_events(4)[22:]]
+    odd = [stage(0, 2, 3, "r1c1", "DORMANT", "GERMINATED", "germinate")]
+    events = [*default_events(1)[:3], episode(0, 3, 2.0, odd), *default_events(4)[4:]]
     follower, state = followed(write_run(tmp_path, [metrics(n) for n in range(4)], events), tail=tail)
     before = state.histories()
     assert follower.show(0)

@@ -133,9 +133,8 @@ def test_numbers_of_the_head(page: Page) -> None:
 @pytest.mark.parametrize(("rounds", "size"), [(1, 1), (7, 1), (8, 2), (19, 4), (20, 5), (100, 5)])
 def test_first_and_last_rounds(rounds: int, size: int, tmp_path: Path) -> None:
     """A quarter of the run each, at most five; the median is over the commits of the last."""
-    late = [event for number in range(rounds) for event in life(number, 0, "r1c0", number % 2)]
-    episodes = [episode(number, 0, 1.0) for number in range(rounds)]
-    read = read_run(write_run(tmp_path, [metrics(number) for number in range(rounds)], late + episodes))
+    episodes = [episode(number, 0, 1.0, life(number, 0, "r1c0", number % 2)) for number in range(rounds)]
+    read = read_run(write_run(tmp_path, [metrics(number) for number in range(rounds)], episodes))
     first, last = ends_of(read)
     assert [entry.number for entry in first] == list(range(size))
     assert [entry.number for entry in last] == list(range(rounds - size, rounds))
@@ -250,7 +249,7 @@ def test_a_gap_is_a_gap(tmp_path: Path) -> None:
 
 def test_a_run_that_never_grew(tmp_path: Path) -> None:
     """One round, no seed at all."""
-    events = [event | {"alphas": {}} for event in default_events(1) if event["kind"] == "episode"]
+    events = [episode(0, env, 1.0) | {"alphas": {}} for env in range(4)]
     page = report(write_run(tmp_path, [{"round": 0, **dict.fromkeys(HEADLINES, 0.0)}], events))
     words = page.text()
     assert "No seed was committed in round 0. The objective of the one round so far is +0.00 points." in words
@@ -267,7 +266,8 @@ def test_panics_are_told(tmp_path: Path) -> None:
 def test_names_are_escaped(tmp_path: Path) -> None:
     """Whatever files call a task, slot, blueprint or policy stays text, in prose and in pictures."""
     evil = "<b>&$x^{2}$"
-    events = [*default_events(), stage(1, 0, 3, evil, "DORMANT", "GERMINATED", "germinate", blueprint=evil)]
+    born = stage(1, 0, 3, evil, "DORMANT", "GERMINATED", "germinate", blueprint=evil)
+    events = [*default_events()[:-1], episode(1, 3, 2.0, [born])]
     rows = [metrics(0), metrics(1, germinated={f"{evil}/{evil}": 3}, ops={evil: 3}, **{f"ppo/{evil}/kl": 0.5})]
     run = write_run(tmp_path / "run", rows, events, task=evil, seed=evil)
     (run / "evaluation.json").write_text(json.dumps(evaluation(task=evil, policies={evil: policy()}, differences=[])))

@@ -42,12 +42,10 @@ def test_details_are_of_one_round(tmp_path: Path) -> None:
 
 def test_commits(tmp_path: Path) -> None:
     """With the steps of birth and commit; a panic takes a commit back."""
-    taken_back = [
-        *life(1, 3, "r1c1", 0),
-        stage(1, 5, 3, "r1c1", "FOSSILIZED", "HOLDING", "panic"),
-        {"kind": "panic", "round": 1, "step": 5, "env": 3, "symptoms": ["LOSS"]},
-    ]
-    run = read_run(write_run(tmp_path, events=[*default_events(), *taken_back]))
+    taken_back = [*life(1, 3, "r1c1", 0), stage(1, 5, 3, "r1c1", "FOSSILIZED", "HOLDING", "panic")]
+    panic = {"kind": "panic", "round": 1, "step": 5, "env": 3, "symptoms": ["LOSS"]}
+    events = [*default_events()[:-1], panic, episode(1, 3, 2.0, taken_back)]
+    run = read_run(write_run(tmp_path, events=events))
     assert run.commits[0] == run.commits[1] == [Commit("r1c0", "depthwise", 1, 6), Commit("r1c0", "depthwise", 2, 7)]
     assert [(panic.step, panic.env, panic.symptoms) for panic in run.panics] == [(5, 3, ["LOSS"])]
 
@@ -78,7 +76,7 @@ def test_a_torn_last_line_is_survived(name: str, tmp_path: Path) -> None:
 
 def test_events_of_an_unfinished_round_do_not_count(tmp_path: Path) -> None:
     """And kinds of events that the report does not know are left alone."""
-    unfinished = [*life(2, 0, "r1c2", 0), episode(2, 0, 99.0), {"kind": "rumour", "what": "KL"}]
+    unfinished = [episode(2, 0, 99.0, life(2, 0, "r1c2", 0)), {"kind": "rumour", "what": "KL"}]
     run = read_run(write_run(tmp_path, events=[*default_events(), *unfinished]))
     assert run.shown == 1
     assert sorted(run.episodes) == [0, 1]
@@ -99,16 +97,14 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"step": -1}, "'step' is -1, not an integer of 0 or more"),
+        ({"round": -1}, "'round' is -1, not an integer of 0 or more"),
         ({"env": True}, "'env' is True, not an integer of 0 or more"),
-        ({"slot": 3}, "'slot' is 3, not a string"),
-        ({"target": "ASLEEP"}, r"line 1, target\) 'ASLEEP'; allowed: DORMANT, GERMINATED"),
+        ({"gain": "good"}, "'gain' is 'good', not a finite number"),
         ({"kind": None}, "'kind' is None, not a string"),
     ],
 )
 def test_a_wrong_value_is_named(changed: dict[str, object], message: str, tmp_path: Path) -> None:
-    first = stage(0, 0, 0, "r1c0", "DORMANT", "GERMINATED", "germinate") | changed
-    write_run(tmp_path, events=[first, *default_events()])
+    write_run(tmp_path, events=[episode(0, 0, 1.0) | changed, *default_events()])
     with pytest.raises(EsperError, match=message) as found:
         read_run(tmp_path)
     assert "events.jsonl, line 1" in str(found.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from karn.live_files import live_step
-from karn.run_folders import default_events, episode, metrics, stage, write_run
+from karn.run_folders import columns, default_events, episode, metrics, stage, write_run
 from karn.terminal_runs import complete_run, drive, grown, live_run, shown
 from textual.pilot import Pilot
 from textual.widgets import Footer
@@ -226,7 +226,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     """Neither markup nor escapes are obeyed: they are shown."""
     escape, markup = "\x1b[31mred\x1b]0;title\x07", "[bold red]x[/] [link=file:///etc/passwd]y[/link]"
     moves = [
-        stage(1, 0, 3, escape, "DORMANT", "GERMINATED", "germinate", markup),
+        episode(1, 3, 2.0, [stage(1, 0, 3, escape, "DORMANT", "GERMINATED", "germinate", markup)]),
         {
             "kind": "alarm",
             "round": 1,
@@ -237,10 +237,10 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         },
     ]
     rows = [metrics(0), metrics(1, germinated={f"{escape}/{markup}": 1}, **{"[/]": 1.0})]
-    write_run(tmp_path, rows, [*default_events(), *moves], task=markup)
+    write_run(tmp_path, rows, [*default_events()[:-1], *moves], task=markup)
     (tmp_path / "evaluation.json").write_text(json.dumps({"task": escape}))
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write(f'{{"kind":"stage","round":1,"step":0,"env":0,"slot":"s","source":"{markup}"}}\n')
+        file.write(json.dumps({**episode(1, 0, 1.0), "stages": {**columns([]), "source": markup}}) + "\n")
 
     async def steps(app: WatchApp, pilot: Look) -> None:
         seen = ""
@@ -266,7 +266,7 @@ def test_a_run_that_is_deleted_or_damaged_while_it_is_watched(tmp_path: Path) ->
             file.write("not json\n")
         await pilot.pause(0.5)
         await pilot.press("end")
-        see(app, "events.jsonl, line 41 is not JSON")
+        see(app, "events.jsonl, line 13 is not JSON")
         shutil.rmtree(run)
         await pilot.pause(0.5)
         assert "deleted" in shown(app)[0]

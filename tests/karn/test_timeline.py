@@ -52,25 +52,23 @@ def test_bars_and_marks(tmp_path: Path) -> None:
 
 def test_what_takes_no_time_leaves_no_bar(tmp_path: Path) -> None:
     """A seed germinated in the last of 8 steps: its tick comes when the episode is over."""
-    events = [
+    changes = [
         stage(0, 7, 0, "r1c0", "DORMANT", "GERMINATED", "germinate"),
         stage(0, 7, 0, "r1c0", "GERMINATED", "TRAINING", "tick"),
-        episode(0, 0, 1.0),
     ]
-    run = read_run(write_run(tmp_path, [metrics(0)], events))
+    run = read_run(write_run(tmp_path, [metrics(0)], [episode(0, 0, 1.0, changes)]))
     assert spans_of(run.changes, run.steps) == [Span("r1c0", SeedStage.GERMINATED, 7, 8)]
 
 
 def test_what_a_panic_puts_back_is_no_birth(tmp_path: Path) -> None:
     """A seed cut at 3, which the panic after that step takes back: it trains on from 4, and was born once."""
-    events = [
+    changes = [
         stage(0, 0, 0, "r1c0", "DORMANT", "GERMINATED", "germinate"),
         stage(0, 3, 0, "r1c0", "GERMINATED", "PRUNED", "prune"),
         stage(0, 3, 0, "r1c0", "PRUNED", "GERMINATED", "panic"),
-        {"kind": "panic", "round": 0, "step": 3, "env": 0, "symptoms": ["LOSS"]},
-        episode(0, 0, 1.0),
     ]
-    run = read_run(write_run(tmp_path, [metrics(0)], events))
+    panic = {"kind": "panic", "round": 0, "step": 3, "env": 0, "symptoms": ["LOSS"]}
+    run = read_run(write_run(tmp_path, [metrics(0)], [panic, episode(0, 0, 1.0, changes)]))
     assert [(span.stage.name, span.begin, span.end) for span in spans_of(run.changes, 8)] == [
         ("GERMINATED", 0, 3),
         ("PRUNED", 3, 4),

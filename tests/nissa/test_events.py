@@ -27,7 +27,7 @@ from esper.nissa import (
 from esper.storage.logs import JsonLines, read_lines
 
 EPISODE = EpisodeEnded(
-    1, "digits", 4, 1.5, 2.0, 90.0, 64, [80.0, 90.0], [80.0, 88.0], {"r1c0": [0.0, 1.0]},
+    1, "digits", 4, 1.5, 2.0, 90.0, 64, {"step": [0], "source": "D"}, [80.0, 90.0], [80.0, 88.0], {"r1c0": [0.0, 1.0]},
     decisions={"step": [0], "op": ["GERMINATE"]}, rewards=[0.5, 1.0], reward_parts={"gain": 1.5},
 )  # fmt: skip
 ALARM = AlarmRaised("kl_spike", "warning", 3, "", False, 0.2, 0.15, "joint KL is 0.2 (limit 0.15)", "lower the rate")
@@ -44,7 +44,7 @@ CASES: list[tuple[Event, str]] = [
     (
         EPISODE,
         '{"kind":"episode","round":1,"task":"digits","env":4,"objective":1.5,"gain":2.0,"accuracy":90.0,'
-        '"added_parameters":64,"accuracies":[80.0,90.0],"control_accuracies":[80.0,88.0],"alphas":{"r1c0":[0.0,1.0]},'
+        '"added_parameters":64,"stages":{"step":[0],"source":"D"},"accuracies":[80.0,90.0],"control_accuracies":[80.0,88.0],"alphas":{"r1c0":[0.0,1.0]},'
         '"decisions":{"step":[0],"op":["GERMINATE"]},"rewards":[0.5,1.0],"reward_parts":{"gain":1.5}}',
     ),
     (
@@ -122,7 +122,7 @@ def test_an_alarm_about_no_number_is_written(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "log.jsonl") as log:
         log.write(**as_line(alarm))
         with pytest.raises(BadValueError, match="nan"):
-            log.write(**as_line(EpisodeEnded(1, "digits", 4, math.nan, 2.0, 90.0, 64, [], [], {}, {}, [], {})))
+            log.write(**as_line(EpisodeEnded(1, "digits", 4, math.nan, 2.0, 90.0, 64, {}, [], [], {}, {}, [], {})))
     [line] = read_lines(tmp_path / "log.jsonl")
     assert (line["value"], line["limit"]) == ("nan", "inf")
 

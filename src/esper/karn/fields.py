@@ -37,7 +37,7 @@ class Fields(dict[str, Json]):
 
     def whole(self, key: str) -> int:
         """An integer of 0 or more."""
-        return int(self._take(key, lambda value: type(value) is int and value in COUNTS, "an integer of 0 or more"))
+        return int(self._take(key, _is_count, "an integer of 0 or more"))
 
     def text(self, key: str) -> str:
         """A string."""
@@ -45,10 +45,24 @@ class Fields(dict[str, Json]):
 
     def numbers(self, key: str) -> list[float]:
         """A list of finite numbers."""
-        values = self._take(
-            key, lambda value: isinstance(value, list) and all(map(is_number, value)), "a list of finite numbers"
+        return [float(value) for value in self._items(key, is_number, "finite numbers")]
+
+    def wholes(self, key: str) -> list[int]:
+        """A list of integers of 0 or more."""
+        return self._items(key, _is_count, "integers of 0 or more")
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings."""
+        return self._items(key, lambda value: isinstance(value, str), "strings")
+
+    def optional_texts(self, key: str) -> list[str | None]:
+        """A list of strings and null."""
+        return self._items(key, lambda value: value is None or isinstance(value, str), "strings or null")
+
+    def _items(self, key: str, is_right: Callable[[Json], bool], wanted: str) -> list[Json]:
+        return list(
+            self._take(key, lambda value: isinstance(value, list) and all(map(is_right, value)), f"a list of {wanted}")
         )
-        return [float(value) for value in values]
 
     def optional_text(self, key: str) -> str | None:
         """A string, or None if there is none."""
@@ -75,6 +89,10 @@ def is_number(value: Json) -> TypeGuard[float]:
     """Whether a value is a finite number, and no bool."""
     # Compared, because an integer may be too large for a float. By type, which is fast: JSON has no other numbers.
     return type(value) in (float, int) and -_LARGEST <= value <= _LARGEST
+
+
+def _is_count(value: Json) -> bool:
+    return type(value) is int and value in COUNTS
 
 
 def read_object(path: Path, what: str) -> Fields:

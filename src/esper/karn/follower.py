@@ -213,7 +213,7 @@ class RunFollower:
                     break
                 if (number := self._number(line)) is not None:
                     self._places.setdefault(number, (line.begin, line.number - 1))
-                if not _is_detail(line):
+                if not line.raw.startswith(b'{"kind":"followed"'):  # it is stored of one round only
                     self._fold(self._front, _without_curves(line), self.state.add_event)
             changed = True
         if begin < end <= self._front.offset:
@@ -285,15 +285,8 @@ class RunFollower:
             state.live.add(line, ahead=isinstance(state, GrowthRun))
 
 
-def _is_detail(line: Line) -> bool:
-    """Whether a line says only what is stored of one round: neither a birth nor a commit, nor its end."""
-    if line.raw.startswith(b'{"kind":"stage"') and line.raw.endswith(b"}"):
-        return b'"target":"GERMINATED"' not in line.raw and b"FOSSILIZED" not in line.raw
-    return line.raw.startswith(b'{"kind":"followed"')
-
-
 def _without_curves(line: Line) -> Line:
-    """An episode up to its curves, which are stored of one round only and take most of the time to parse."""
+    """An episode up to its curves, which are stored of one round only and take long to parse."""
     if line.raw.startswith(b'{"kind":"episode"') and line.raw.endswith(b"}"):
         end = line.raw.find(b',"accuracies":[')
         if end > 0:

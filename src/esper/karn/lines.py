@@ -1,6 +1,6 @@
 """Lines of `events.jsonl` as values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -104,7 +104,7 @@ class Alarm(NamedTuple):
 
 
 def change_of(line: Fields, env: int) -> StageEvent:
-    """The change of stage in a line."""
+    """The change of stage in a Grower's line."""
     return StageEvent(
         line.whole("step"),
         env,
@@ -114,6 +114,21 @@ def change_of(line: Fields, env: int) -> StageEvent:
         stage_named(line.text("target"), f"{line.where}, target"),
         line.text("cause"),
     )
+
+
+def commits_of(changes: Iterable[StageEvent]) -> list[Commit]:
+    """The seeds that an episode committed. A panic may undo a commit."""
+    births = dict[str, int]()
+    commits = dict[str, Commit]()
+    for change in changes:
+        if change.target is SeedStage.GERMINATED and change.cause != "panic":
+            births[change.slot] = change.at
+        elif change.target is SeedStage.FOSSILIZED:
+            born = births.get(change.slot, change.at)
+            commits[change.slot] = Commit(change.slot, change.blueprint or "unnamed", born, change.at)
+        elif change.source is SeedStage.FOSSILIZED:
+            commits.pop(change.slot, None)
+    return list(commits.values())
 
 
 def stage_named(name: str, where: str) -> SeedStage:

@@ -6,18 +6,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from esper.karn.fields import Fields, checked_lines, is_number
 from esper.karn.growth import contributions_of
-from esper.karn.state import EVENTS, is_of_grower, metric_lines, read_header
-from esper.karn.views import GROWER_VIEWS, LOGS, VIEWS, SqlView
+from esper.karn.stage_columns import changes_of
+from esper.karn.state import EVENTS, Counter, is_of_grower, metric_lines, read_header
+from esper.karn.views import CHANGES, GROWER_VIEWS, LOGS, VIEWS, Log, SqlView
 from esper.leyline import BadValueError, MissingPackageError, UnknownNameError
 from esper.leyline.records import NOT_FINITE, Json, encode, flatten
 from esper.storage.files import storage_errors
@@ -113,8 +114,8 @@ def ask(path: Path, statement: str, timeout: float = TIMEOUT_S) -> Iterator[Answ
         # together while they run.
         text = statement.lower()
         needed = {view.log for name, view in views.items() if name in text or "query" in text}
-        for kind in (kind for kind in LOGS if kind in needed):
-            _load(connection, path / EVENTS, kind, "round" if views is VIEWS else "step")
+        for table in (table for table in LOGS if table in needed):
+            _load(connection, path / EVENTS, table, _counter(views))
         connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         timer = Timer(timeout, connection.interrupt)
         timer.start()
@@ -165,8 +166,9 @@ def _database(views: Mapping[str, SqlView]) -> Iterator["duckdb.DuckDBPyConnecti
 def _create(connection: "duckdb.DuckDBPyConnection", path: Path, views: Mapping[str, SqlView]) -> None:
     """Create all views. Fills the tables of metrics; the tables of events stay empty."""
     connection.execute("CREATE SCHEMA log")
-    for kind, log in LOGS.items():
-        _fill(connection, kind, log.columns, [])
+    for table, log in LOGS.items():
+        _fill(connection, table, log.columns, [])
+    connection.execute(f"CREATE VIEW log.changes AS {CHANGES[_counter(views)]}")
     if views is VIEWS:
         _fill_metrics(connection, "rounds", views, list(metric_lines(path)))
     else:
@@ -180,6 +182,10 @@ def _create(connection: "duckdb.DuckDBPyConnection", path: Path, views: Mapping[
         _fill(connection, "contributions", _types(views["contributions"]), rows)
     for name, view in views.items():
         connection.execute(f"CREATE VIEW {name} AS {view.sql}")
+
+
+def _counter(views: Mapping[str, SqlView]) -> Counter:
+    return "round" if views is VIEWS else "step"
 
 
 def _types(view: SqlView) -> dict[str, str]:
@@ -215,21 +221,21 @@ def _fill(
         )
 
 
-def _load(connection: "duckdb.DuckDBPyConnection", path: Path, kind: str, counter: Literal["round", "step"]) -> None:
-    """Load the events of a kind from complete rounds or steps into its table. Raises for damaged lines."""
-    log = LOGS[kind]
+def _load(connection: "duckdb.DuckDBPyConnection", path: Path, table: str, counter: Counter) -> None:
+    """Fill a table of `LOGS` with the events of complete rounds or steps. Raises for damaged lines."""
+    log = LOGS[table]
     types = ", ".join(f"'{name}': '{type_}'" for name, type_ in {"kind": "VARCHAR", **log.columns}.items())
     names = ", ".join(f'"{name}"' for name in log.columns)
-    read = f"SELECT {names} FROM read_ndjson(?, columns = {{{types}}}, ignore_errors = true)"
     # What is no JSON comes as a row of NULLs: it is kept for now, to be counted.
+    read = f"FROM read_ndjson(?, columns = {{{types}}}, ignore_errors = true) WHERE kind = ? OR kind IS NULL"
     file = glob.escape(str(path.resolve()))
-    connection.execute(f"INSERT INTO log.{kind} {read} WHERE kind = ? OR kind IS NULL", [file, kind])
+    connection.execute(f"INSERT INTO log.{table} {log.checked(f'SELECT {names} {read}')}", [file, log.kind])
     lacking = " OR ".join(f"{name} IS NULL" for name in log.required)
-    ((damaged,),) = connection.execute(f"SELECT count(*) FROM log.{kind} WHERE {lacking}").fetchall()
+    ((damaged,),) = connection.execute(f"SELECT count(*) FROM log.{table} WHERE {lacking}").fetchall()
     if damaged > _is_torn(path):
-        _name_damage(path, kind, damaged)
+        _name_damage(path, log, damaged)
     complete = f"(SELECT {counter} FROM log.{counter}s)"
-    connection.execute(f"DELETE FROM log.{kind} WHERE {lacking} OR {counter} NOT IN {complete}")
+    connection.execute(f"DELETE FROM log.{table} WHERE {lacking} OR {counter} NOT IN {complete}")
 
 
 def _is_torn(path: Path) -> bool:
@@ -239,13 +245,18 @@ def _is_torn(path: Path) -> bool:
         return file.read() not in (b"", b"\n")
 
 
-def _name_damage(path: Path, kind: str, damaged: int) -> None:
+def _name_damage(path: Path, log: Log, damaged: int) -> None:
     """Raise with the number of the first damaged line. Slow, because it checks line by line."""
-    log, take = LOGS[kind], {"INTEGER": Fields.whole, "DOUBLE": Fields.number, "VARCHAR": Fields.text}
+    take: dict[str, Callable[[Fields, str], object]] = {
+        "INTEGER": Fields.whole,
+        "DOUBLE": Fields.number,
+        "VARCHAR": Fields.text,
+        "JSON": lambda line, _: changes_of(line, line.whole("env")),
+    }
     for line in checked_lines(path):
-        if line.text("kind") == kind:
+        if line.text("kind") == log.kind:
             for name in log.required:
                 take[log.columns[name]](line, name)
     # Nothing: a line was torn when it was read, and has been completed since.
     if damaged > 1:
-        raise BadValueError(f"{path} has {damaged} lines that are no events of kind {kind!r}")
+        raise BadValueError(f"{path} has {damaged} lines that are no events of kind {log.kind!r}")

@@ -23,12 +23,13 @@ from esper.karn.lines import (
     PanicEvent,
     StageEvent,
     alarm_of,
-    change_of,
+    commits_of,
     episode_of,
     followed_of,
     panic_of,
 )
-from esper.leyline import BadValueError, SeedStage
+from esper.karn.stage_columns import changes_of
+from esper.leyline import BadValueError
 from esper.leyline.records import Json, config_checksum, flatten
 
 CONFIG, EVENTS, METRICS = "config.json", "events.jsonl", "metrics.jsonl"
@@ -36,7 +37,7 @@ HEADLINES = ("objective", "objective_std", "gain", "accuracy", "added_parameters
 """Columns that every round has"""
 GROWER = "grower"
 """Kind of run, in the configuration: steps of one model in its user's loop. Training runs have rounds and no kind"""
-DRAWN = ("stage", "panic", "episode", "followed", "alarm")
+DRAWN = ("panic", "episode", "followed", "alarm")
 """Kinds of events that are drawn"""
 Counter = Literal["round", "step"]
 """What the lines of the metrics count"""
@@ -77,7 +78,6 @@ class RunState:
     live: LiveRound | None = None
     """The round that is being played"""
     _columns: dict[str, None] = field(default_factory=dict)
-    _births: dict[tuple[int, int], dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     _commits: dict[int, dict[tuple[int, str], Commit]] = field(default_factory=lambda: defaultdict(dict))
     _drawn: list[HostHistory] | None = None
 
@@ -129,27 +129,18 @@ class RunState:
             return
         env = line.whole("env")
         if kind == "episode":
-            self.episodes[number].append(episode_of(line, env, curves=number == self.shown))
-            self._births.pop((number, env), None)
-        elif kind == "stage":
-            self._add_change(number, change_of(line, env))
+            self._add_episode(number, episode_of(line, env, curves=number == self.shown), changes_of(line, env))
         elif number == self.shown and kind == "panic":
             self.panics.append(panic_of(line, env))
         elif number == self.shown:
             self.followed[env] = followed_of(line)
 
-    def _add_change(self, number: int, change: StageEvent) -> None:
-        """Update births and commits. A panic may undo either."""
-        key = change.env, change.slot
-        if change.target is SeedStage.GERMINATED and change.cause != "panic":
-            self._births[number, change.env][change.slot] = change.at
-        elif change.target is SeedStage.FOSSILIZED:
-            born = self._births[number, change.env].get(change.slot, change.at)
-            self._commits[number][key] = Commit(change.slot, change.blueprint or "unnamed", born, change.at)
-        elif change.source is SeedStage.FOSSILIZED:
-            self._commits[number].pop(key, None)
+    def _add_episode(self, number: int, episode: Episode, changes: list[StageEvent]) -> None:
+        self.episodes[number].append(episode)
+        for commit in commits_of(changes):
+            self._commits[number][episode.env, commit.slot] = commit
         if number == self.shown:
-            self.changes.append(change)
+            self.changes += changes
 
     def forget_details(self) -> None:
         """Drop what is stored of the shown round, before its lines are read again."""

@@ -1,21 +1,25 @@
 """The views of a run, their columns, and how they follow from the events.
 
-`LOGS` are the kinds of lines in `events.jsonl`; each is read into its table, `log.<kind>`, by `queries`, and
-only where a statement needs it. `VIEWS` are what statements see.
+`LOGS` are the tables `log.<name>` of lines in `events.jsonl`, which `queries` fills only where a statement needs them.
+`VIEWS` are what statements see.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from esper.karn.stage_columns import CHANGES_SQL, checked_stages
 from esper.leyline import HEAD_NAMES, LIVE_STAGES
 
 
 class Log(NamedTuple):
-    """A kind of event: the keys that are read, with their types."""
+    """A table of lines of one kind: the keys that are read, with their types."""
 
+    kind: str
     columns: Mapping[str, str]
     required: tuple[str, ...]
     """Without one of these a line is damaged"""
+    checked: Callable[[str], str] = str
+    """From the SQL of the lines to one that has NULL in place of what is wrong inside a column"""
 
 
 class SqlView(NamedTuple):
@@ -26,7 +30,7 @@ class SqlView(NamedTuple):
     """Name → type, meaning"""
     sql: str
     log: str | None = None
-    """Kind of events that it is made of"""
+    """The table that it is made of"""
 
 
 _ROUND = {"round": ("INTEGER", "the round, from 0")}
@@ -44,6 +48,9 @@ SELECT round, task, env, step, coalesce(decisions.op[place], 'WAIT') AS op,
 FROM (SELECT *, list_position(decisions.step, step) AS place FROM
   (SELECT *, unnest(range(len(rewards)))::INTEGER AS step FROM log.episode))
 """
+
+CHANGES: Mapping[str, str] = {"round": CHANGES_SQL, "step": "SELECT *, rowid AS place FROM log.stage"}
+"""By what the metrics count: a row per change of stage. Those of a host are in order of `place`."""
 
 # A life begins with a birth, and every change in its slot is its own until the next birth. A panic can take back any
 # of them, the end too: whether and how a life ended is seen from its last change.
@@ -68,7 +75,7 @@ FROM (
   FROM (
     SELECT *, sum((source = 'DORMANT' AND target = 'GERMINATED' AND cause <> 'panic')::INTEGER)
       OVER (PARTITION BY round, env, slot ORDER BY place) AS life
-    FROM (SELECT *, rowid AS place FROM log.stage)
+    FROM log.changes
   )
   WHERE life > 0
   GROUP BY round, env, slot, life
@@ -159,10 +166,10 @@ VIEWS: Mapping[str, SqlView] = {
             "stages": ("VARCHAR[]", "all stages that it went through, and those of its slot's rest, in order"),
         },
         _SEEDS_SQL,
-        "stage",
+        "stages",
     ),
     "stages": SqlView(
-        "A row per change of a slot's stage, in the order of the log.",
+        "A row per change of a slot's stage, ordered by round, host and time.",
         {
             **_EPISODE,
             **_STEP,
@@ -172,8 +179,8 @@ VIEWS: Mapping[str, SqlView] = {
             "target": ("VARCHAR", "the stage after"),
             "cause": ("VARCHAR", "the op, tick, or panic"),
         },
-        "FROM log.stage",
-        "stage",
+        "SELECT * EXCLUDE (place) FROM log.changes",
+        "stages",
     ),
     "panics": SqlView(
         "A row per panic: the governor took a host back to its snapshot.",
@@ -224,10 +231,17 @@ def _types(view: str) -> dict[str, str]:
 
 _DECISIONS = ", ".join(f"{name} {_types('decisions')[name]}[]" for name in ("step", *HEAD_NAMES))
 LOGS: Mapping[str, Log] = {
-    "stage": Log(_types("stages"), ("round", "env", "step", "slot", "source", "target", "cause")),
-    "panic": Log(_types("panics"), ("round", "env", "step")),
-    "suspect": Log(_types("suspects"), ("round", "env", "step", "slot", "suspicion")),
+    "stage": Log("stage", _types("stages"), ("round", "env", "step", "slot", "source", "target", "cause")),
+    "stages": Log(
+        "episode",
+        {**{name: type_ for name, (type_, _) in _EPISODE.items()}, "stages": "JSON"},
+        ("round", "env", "stages"),
+        checked_stages,
+    ),
+    "panic": Log("panic", _types("panics"), ("round", "env", "step")),
+    "suspect": Log("suspect", _types("suspects"), ("round", "env", "step", "slot", "suspicion")),
     "episode": Log(
+        "episode",
         {
             **_types("episodes"),
             "added_parameters": "DOUBLE",
@@ -238,6 +252,7 @@ LOGS: Mapping[str, Log] = {
         ("round", "env", "objective", "gain", "accuracy", "added_parameters"),
     ),
     "alarm": Log(
+        "alarm",
         {"limit" if name == "threshold" else name: type_ for name, type_ in _types("alarms").items()},
         ("round", "alarm", "severity"),
     ),
@@ -252,7 +267,12 @@ def _of_one_model(name: str) -> SqlView:
     view = VIEWS[name]
     columns = {column: entry for column, entry in view.columns.items() if column not in _EPISODE}
     columns |= {column: entry for column, entry in {**_GROWER_STEP, **_OUTCOME}.items() if column in columns}
-    return view._replace(columns=columns, sql=f"SELECT {', '.join(columns)} FROM ({view.sql})")
+    return view._replace(
+        meaning=view.meaning.replace("round, host and time", "time"),
+        columns=columns,
+        sql=f"SELECT {', '.join(columns)} FROM ({view.sql})",
+        log="stage" if view.log == "stages" else view.log,
+    )
 
 
 _GROWER_STEP = {"step": ("INTEGER", "the step, from 1, as it was printed")}

@@ -29,6 +29,7 @@ from esper.leyline.errors import (
 )
 from esper.leyline.numbers import derive_seed
 from esper.leyline.outcomes import (
+    CAUSES,
     OTHER_RHOS,
     RHO,
     GateResult,
@@ -62,6 +63,7 @@ __all__ = [
     "ACTIVE_STAGES",
     "ALPHA_CURVES",
     "BLEND_STYLES",
+    "CAUSES",
     "COOLDOWN_STAGES",
     "DEFAULT_GAMMA",
     "HEADS",

@@ -1,7 +1,9 @@
 """Rent and objective, measurements with their error, results of gates, and reports of seeds."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from esper.leyline.slots import SeedStage
@@ -70,6 +72,20 @@ class GateResult(NamedTuple):
     reasons: tuple[str, ...] = ()
 
 
+CAUSES: Mapping[str, str] = MappingProxyType(
+    {
+        "germinate": "g",
+        "advance": "a",
+        "fossilize": "f",
+        "prune": "p",
+        "set_alpha_target": "s",
+        "tick": "t",
+        "panic": "!",
+    }
+)
+"""Causes of changes of stage: a verb, the timer, or the governor. Logs write the letter."""
+
+
 @dataclass(frozen=True)
 class StageChange:
     """A slot's change from one stage to another."""
@@ -77,7 +93,7 @@ class StageChange:
     slot_id: str
     source: SeedStage
     target: SeedStage
-    cause: str  # the verb or timer behind it: germinate, advance, tick, prune, …
+    cause: str  # one of `CAUSES`
 
 
 @dataclass(frozen=True)

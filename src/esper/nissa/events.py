@@ -2,10 +2,10 @@
 
 | event | kind | written to |
 |---|---|---|
-| StageChanged, Panicked, SeedSuspected, EpisodeEnded | stage, panic, suspect, episode | `events.jsonl` |
+| Panicked, SeedSuspected, EpisodeEnded | panic, suspect, episode | `events.jsonl` |
 | HostFollowed | followed | `events.jsonl`, of the first few hosts |
 | AlarmRaised, RoundExamined | alarm, detail | `events.jsonl` |
-| GrowthFinished | finished | `events.jsonl` of a Grower, which also has stage and panic |
+| StageChanged, GrowthFinished | stage, finished | `events.jsonl` of a Grower, which also has panic and followed |
 | RoundMeasured | round | `metrics.jsonl`, whose lines have no kind |
 | RunBegun, RunResumed, RunEnded | begun, resumed, ended | `sessions.jsonl` |
 | CompileFailed, RankStraggled | compile_failed, straggled | `sessions.jsonl` |
@@ -14,6 +14,14 @@
 The first two files depend only on the seed, apart from the seconds that a round took: a run that was killed and resumed
 writes the same as one that never stopped. The third holds what depends on the clock or the machine. The last is for
 those who watch, and no part of what a run has computed.
+
+An episode has its changes of stage in order, by column, because a line per change would be three quarters of the log:
+
+    "stages": {"step": [0, 0, 3], "slot": ["r1c2", "r1c2", "r1c2"], "blueprint": ["norm", "norm", "norm"],
+               "source": "DGT", "target": "GTB", "cause": "gta"}
+
+Here a seed is germinated at step 0, trains after the tick of that step, and is advanced to BLENDING at step 3. A stage
+is written as its first letter (`SeedStage.letter`), a cause as its letter in `esper.leyline.CAUSES`.
 """
 
 from collections.abc import Mapping
@@ -48,7 +56,7 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class StageChanged(HostEvent):
-    """A seed changed its stage."""
+    """A seed of a Grower changed its stage."""
 
     kind: ClassVar[str] = "stage"
     slot: str
@@ -132,9 +140,10 @@ class EpisodeEnded:
     gain: float
     accuracy: float
     added_parameters: int
+    stages: dict[str, Json]  # by column
     accuracies: list[float]  # after every step
     control_accuracies: list[float]
-    alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it
+    alphas: dict[str, list[float]]  # by slot, if a seed ever acted in it; whole numbers are integers
     decisions: dict[str, list[Json]]  # by column: the steps that did not wait, and the choice of every head
     rewards: list[float | str]  # after every step; numbers that are not finite as words
     reward_parts: dict[str, float | str]  # summed over the episode

@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "trained")
     (folder / "trained" / "evaluation.json").write_text(json.dumps(evaluation()))
     write_growth(folder / "grown")
-    events = [stage(0, 1, 0, HOSTILE, "DORMANT", "GERMINATED", "germinate", HOSTILE), episode(0, 0, 1.0)]
+    events = [episode(0, 0, 1.0, [stage(0, 1, 0, HOSTILE, "DORMANT", "GERMINATED", "germinate", HOSTILE)])]
     write_run(folder / "hostile", [metrics(0)], events, task=HOSTILE)
     return folder
 

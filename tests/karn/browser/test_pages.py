@@ -139,7 +139,7 @@ def test_a_round_that_is_being_played(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Glyph .* missing from font")  # an escape character has no picture
 def test_hostile_texts(tmp_path: Path) -> None:
     """Names in logs, evaluations and statements are shown as text."""
-    events = [stage(0, 1, 0, HOSTILE, "DORMANT", "GERMINATED", "germinate", HOSTILE), episode(0, 0, 1.0)]
+    events = [episode(0, 0, 1.0, [stage(0, 1, 0, HOSTILE, "DORMANT", "GERMINATED", "germinate", HOSTILE)])]
     alarm = {"kind": "alarm", "round": 0, "alarm": HOSTILE, "severity": HOSTILE, "cause": HOSTILE, "ended": False}
     run = write_run(tmp_path / "run", [metrics(0)], [*events, alarm], task=HOSTILE)
     (run / "evaluation.json").write_text(json.dumps(evaluation(task=HOSTILE)))

@@ -11,7 +11,9 @@ import torch
 from simic.training.tiny import NAME, make_runner, play, purpose_of, tiny_task, varies
 from torch import Tensor
 
-from esper.leyline import BadValueError, LifecycleOp, derive_seed, head_preset
+from esper.karn import read_run
+from esper.karn.lines import StageEvent
+from esper.leyline import COOLDOWN_STAGES, BadValueError, LifecycleOp, SeedStage, derive_seed, head_preset
 from esper.simic.agent import PPOAgent, load_agent, save_agent
 from esper.simic.agent.policy import LearnedPolicy, fit_policy
 from esper.simic.evaluation.arena import PolicyPlayer
@@ -338,19 +340,18 @@ def test_the_log_tells_every_life(tmp_path: Path) -> None:
     """Each seed's stages in order, under one blueprint; and an episode per grown env and round."""
     trainer = Trainer(config(rounds=1, hosts=18), tmp_path / "run")
     trainer.run(progress=False)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert sum(event["kind"] == "episode" for event in events) == 12
-    lives: dict[tuple[int, str], list[dict[str, str]]] = {}
-    for event in events:
-        if event["kind"] == "stage":
-            lives.setdefault((event["env"], event["slot"]), []).append(event)
+    run = read_run(tmp_path / "run")
+    assert len(run.episodes[0]) == 12
+    lives: dict[tuple[int, str], list[StageEvent]] = {}
+    for change in run.changes:
+        lives.setdefault((change.env, change.slot), []).append(change)
     assert lives
     for life in lives.values():
-        assert life[0]["source"] == "DORMANT"
-        assert all(one["target"] == other["source"] for one, other in pairwise(life))
+        assert life[0].source is SeedStage.DORMANT
+        assert all(one.target is other.source for one, other in pairwise(life))
         for one, other in pairwise(life):
-            if other["cause"] != "germinate" and other["source"] not in ("PRUNED", "EMBARGOED", "RESETTING"):
-                assert one["blueprint"] == other["blueprint"] is not None
+            if other.cause != "germinate" and other.source not in COOLDOWN_STAGES:
+                assert one.blueprint == other.blueprint is not None
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

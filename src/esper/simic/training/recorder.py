@@ -1,7 +1,7 @@
 """Everything that a run writes and shows: logs, alarms, checkpoints, sinks and progress."""
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from esper.leyline import HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
+from esper.leyline import CAUSES, HEADS, BadValueError, LifecycleOp, SlotConfig, StorageError
 from esper.leyline.progress import Advance, ignore, progress_bar
 from esper.leyline.records import Json, encode
 from esper.nissa import SinkSettings, events
@@ -26,7 +26,7 @@ from esper.simic.telemetry import (
     operator_trace,
     worst_health,
 )
-from esper.simic.training.episode import choices_of
+from esper.simic.training.episode import SeedChange, choices_of
 from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import SESSIONS, Restored, RunFolder, TelemetryState, git_hash
 from esper.storage.interrupts import termination_interrupts
@@ -176,6 +176,18 @@ def decided(actions: Sequence[Sequence[int]], heads: Sequence[str], slots: SlotC
     return columns
 
 
+def stage_columns(changes: Sequence[tuple[int, SeedChange]]) -> dict[str, Json]:
+    """The changes of stage of one episode, by column; `source`, `target` and `cause` have a letter per change."""
+    return {
+        "step": [step for step, _ in changes],
+        "slot": [each.change.slot_id for _, each in changes],
+        "blueprint": [each.blueprint for _, each in changes],
+        "source": "".join(each.change.source.letter for _, each in changes),
+        "target": "".join(each.change.target.letter for _, each in changes),
+        "cause": "".join(CAUSES[each.change.cause] for _, each in changes),
+    }
+
+
 def summary(records: Sequence[RoundRecord]) -> str:
     """A round in a few words, for the progress bar."""
     return "; ".join(
@@ -188,9 +200,6 @@ def summary(records: Sequence[RoundRecord]) -> str:
 def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
     """Log what happened to each host of a task. Envs are numbered over all tasks."""
     first, task = record.first_env, record.task
-    for step, (env, change, blueprint) in record.changes:
-        where = (round_index, task, step, first + env, change.slot_id, blueprint)
-        log.write(**events.as_line(events.StageChanged(*where, change.source.name, change.target.name, change.cause)))
     for step, env, symptoms in record.symptoms:
         log.write(**events.as_line(events.Panicked(round_index, task, step, first + env, symptoms)))
     for suspect in record.suspects:
@@ -198,6 +207,9 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
         figures = round(suspect.contribution, 4), round(suspect.gain, 4)
         log.write(**events.as_line(events.SeedSuspected(*seed, suspect.suspicion, suspect.severity, *figures)))
     write_followed(log, round_index, record)
+    changes = defaultdict[int, list[tuple[int, SeedChange]]](list)
+    for step, change in record.changes:
+        changes[change.env].append((step, change))
     actions, rewards = record.actions.transpose(0, 1).tolist(), record.rewards.T.tolist()
     parts = {name: part.sum(0).tolist() for name, part in record.parts.items()}
     for env in range(len(record.objective)):
@@ -209,10 +221,11 @@ def write_record(log: JsonLines, round_index: int, record: RoundRecord) -> None:
             gain=round(float(record.gain[env]), 4),
             accuracy=round(float(record.accuracy[env]), 4),
             added_parameters=int(record.added_parameters[env]),
+            stages=stage_columns(changes[env]),
             accuracies=_rounded(record.accuracies[:, env]),
             control_accuracies=_rounded(record.control_accuracies[:, env]),
             alphas={
-                slot_id: _rounded(alphas)
+                slot_id: [int(alpha) if alpha.is_integer() else alpha for alpha in _rounded(alphas)]
                 for slot_id, alphas in zip(record.slots.slot_ids, record.alphas[:, env].T, strict=True)
                 if bool(alphas.any())
             },
