@@ -61,9 +61,12 @@ class Message(NamedTuple):
 class World:
     """This process among all ranks. With one rank, messages come back as they are."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, restarts: int = 0, local_rank: int = 0) -> None:
-        """`restarts`: how often the launcher started these ranks again. `local_rank`: number on this machine."""
-        self.rank, self.size, self.restarts, self.local_rank = rank, size, restarts, local_rank
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, local_rank: int = 0, launchers: frozenset[str] = frozenset()
+    ) -> None:
+        """`local_rank`: number on this machine. `launchers`: names of the torchruns that started the ranks of this
+        world, complete on rank 0."""
+        self.rank, self.size, self.local_rank, self.launchers = rank, size, local_rank, launchers
         self.exchanged = 0  # bytes sent and received by this rank
         self._stopped: Callable[[], bool] = lambda: False
 
@@ -205,10 +208,8 @@ def open_world() -> Iterator[World]:
         return
     connect(world.rank, world.size)
     try:
-        # A rank that joined later knows of no restart, and another may lead then.
-        counts = world.gather(Message({}, {"restarts": world.restarts}))
-        most = max((message.content["restarts"] for message in counts), default=0)
-        world.restarts = world.share(None if world.rank else Message({}, {"restarts": most})).content["restarts"]
+        gathered = world.gather(Message({}, {"launchers": list(world.launchers)}))
+        world.launchers |= {name for message in gathered for name in message.content["launchers"]}
         yield world
     except EsperError as error:
         if world.rank == 0:
@@ -222,9 +223,9 @@ def open_world() -> Iterator[World]:
 
 
 def _world_of(environment: Mapping[str, str]) -> World:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     try:
-        rank, size, local_rank, restarts = (int(environment.get(name, "0")) for name in names)
+        rank, size, local_rank = (int(environment.get(name, "0")) for name in names)
     except ValueError as error:
         raise BadValueError(f"{', '.join(names)} must be whole numbers ({error}); let torchrun set them") from None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in environment]
@@ -233,7 +234,17 @@ def _world_of(environment: Mapping[str, str]) -> World:
             f"RANK {rank} of WORLD_SIZE {size} without {missing or 'a rank below it'}; start with torchrun, or unset "
             "RANK and WORLD_SIZE"
         )
-    return World(rank, size, restarts=restarts, local_rank=local_rank)
+    return World(rank, size, local_rank=local_rank, launchers=_launchers_of(environment))
+
+
+def _launchers_of(environment: Mapping[str, str]) -> frozenset[str]:
+    """The name of the torchrun that started this rank: the log folder that it drew for itself.
+
+    torchrun's run id does not tell two of its calls apart, this folder does. A rank knows it from the path of its error
+    file, `<folder>/attempt_<restarts>/<local rank>/error.json`."""
+    folders = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    known = len(folders) > 2 and folders[1].name.startswith("attempt_")
+    return frozenset([str(folders[2])] if known else [])
 
 
 def _report(world: World, error: EsperError) -> None:
