@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import Ended, run_ranks
 from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import main
@@ -68,3 +68,31 @@ def test_a_search_is_the_same(kind: str, ranks: int, tmp_path: Path) -> None:
     assert read(tmp_path / "several.json") == read(tmp_path / "one.json")
     assert recorded(tmp_path / "several") == recorded(tmp_path / "one")
     assert not any(rank.output for rank in ended[1:])
+
+
+def test_training_with_shares_by_rank(tmp_path: Path) -> None:
+    """Rank 1 plays two of three groups. What is no list of numbers is refused by name."""
+    quick_config()
+    command = [
+        "train",
+        "--task",
+        QUICK,
+        "--hosts",
+        "6",
+        "--members",
+        "1",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+
+    def train(shares: str) -> list[Ended]:
+        return run_ranks(lambda rank: main([*command, "--hosts-by-rank", shares]), 2, tmp_path)
+
+    refused = train("2,four")
+    assert [rank.code for rank in refused] == [2, 2], refused
+    assert "--hosts-by-rank '2,four': give whole numbers separated by commas" in refused[0].output
+    ended = train("2,4")
+    assert [rank.code for rank in ended] == [0, 0], ended
+    assert f"1 of 1 rounds are in {tmp_path / 'run'}" in ended[0].output.replace("\n", "")

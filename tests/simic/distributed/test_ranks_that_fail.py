@@ -11,7 +11,6 @@ from ranks import Ended, run_ranks
 from simic.training.tiny import quick_config
 
 from esper.leyline import BadValueError, DataError
-from esper.nissa import SinkSettings
 from esper.simic.distributed import Stragglers, divide_hosts, open_world, world
 from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig
@@ -20,14 +19,14 @@ from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 
 
-def train(config: TrainConfig, folder: Path) -> None:
+def train(config: TrainConfig, folder: Path, hosts_by_rank: tuple[int, ...] | None = None) -> None:
     """On the rank of this process."""
     warnings.simplefilter("ignore", RuntimeWarning)  # of a run without checkpoints
     with open_world() as ours:
         if ours.rank:
-            Follower(ours, config).run()
+            Follower(ours, config, hosts_by_rank=hosts_by_rank).run()
         else:
-            Trainer(config, folder, world=ours, sinks=SinkSettings()).run(progress=False)
+            Trainer(config, folder, world=ours, hosts_by_rank=hosts_by_rank).run(progress=False)
 
 
 def check(ended: list[Ended], folder: Path, *words: str) -> None:
@@ -45,6 +44,26 @@ def test_more_ranks_than_groups(tmp_path: Path) -> None:
     config = quick_config()
     ended = run_ranks(lambda rank: train(config, tmp_path / "run"), 3, tmp_path)
     check(ended, tmp_path / "run", "3 ranks are more than the 2 groups", "at most 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            (8, 8),
+            (8, 8),
+            "hosts by rank [8, 8]: 2 numbers with sum 16; give one for each of 2 ranks, which add up to 12",
+        ),
+        ((9, 3), (9, 3), "hosts by rank [9, 3]: a rank has whole groups; use multiples of 2"),
+        ((8, 4), (4, 8), "rank 1 differs from rank 0: hosts_by_rank [4, 8], not [8, 4]"),
+    ],
+    ids=["sum", "groups", "differ"],
+)
+def test_wrong_hosts_by_rank(first: tuple[int, ...], second: tuple[int, ...], words: str, tmp_path: Path) -> None:
+    """A wrong sum, half a group, and ranks that were told different shares."""
+    config = quick_config(hosts=12)
+    ended = run_ranks(lambda rank: train(config, tmp_path / "run", (first, second)[rank]), 2, tmp_path)
+    check(ended, tmp_path / "run", words)
 
 
 def test_other_settings(tmp_path: Path) -> None:
