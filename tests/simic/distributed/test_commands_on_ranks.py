@@ -9,6 +9,9 @@ from ranks import Ended, run_ranks
 from simic.training.tiny import QUICK, quick_config
 
 from esper.cli import main
+from esper.simic.evaluation import workers
+from esper.simic.evaluation.results import Result
+from esper.simic.evaluation.workers import Job, run_job
 from esper.simic.offline.records import Records
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -34,17 +37,32 @@ def recorded(folder: Path) -> list[tuple[int, str, bytes]]:
 
 
 @pytest.mark.parametrize("ranks", [2, FOUR])
-def test_an_evaluation_is_the_same(ranks: int, quick_run: Path, tmp_path: Path) -> None:
-    """A learned policy, a rule and a yardstick that starts from the results of another; records too."""
+def test_an_evaluation_is_the_same(
+    ranks: int, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learned policy, a rule and a yardstick that starts from the results of another; records too.
+
+    Each rank has a share of the policies' hosts and of the yardstick's."""
     quick_config()
     policies = f"{quick_run},wait,random-commit,static:random-commit"
-    command = ["evaluate", "--task", QUICK, "--policies", policies, "--hosts", str(12 * ranks)]
+    command = ["evaluate", "--task", QUICK, "--policies", policies, "--hosts", str(8 * ranks)]
 
     def evaluate(name: str) -> None:
         main([*command, "--json", str(tmp_path / f"{name}.json"), "--record", str(tmp_path / name)])
 
+    def evaluate_and_count(rank: int) -> None:
+        hosts: list[int] = []
+
+        def counted(job: Job) -> list[Result]:
+            hosts.append(len(job.hosts))
+            return run_job(job)
+
+        monkeypatch.setattr(workers, "run_job", counted)
+        evaluate("several")
+        assert hosts == [8, 8]
+
     evaluate("one")
-    ended = run_ranks(lambda rank: evaluate("several"), ranks, tmp_path)
+    ended = run_ranks(evaluate_and_count, ranks, tmp_path)
     assert [rank.code for rank in ended] == [0] * ranks, ended
     assert read(tmp_path / "several.json") == read(tmp_path / "one.json")
     assert recorded(tmp_path / "several") == recorded(tmp_path / "one")

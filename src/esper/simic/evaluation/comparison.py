@@ -245,7 +245,7 @@ def run_comparisons(
             stage = [entry for entry in entries if (entry.spec.base is not None) == controls]
             groups = {entry: _by_seed(entry, results) for entry in stage}
             everyone = [contender for group in groups.values() for contender in group]
-            done = iter(run_contenders(everyone, run_all, advance, cache, records, world))
+            done = iter(run_contenders(everyone, run_all, advance, cache, records, world, workers))
             results |= {entry: [next(done) for _ in group] for entry, group in groups.items()}
     compared = {}
     for each in configs:
