@@ -70,6 +70,28 @@ def test_an_evaluation_is_the_same(
     assert not any(rank.output for rank in ended[1:])
 
 
+@pytest.mark.parametrize("policy", ["run", "schedule:plan.json", "nonsense"])
+def test_a_rank_without_a_policy(policy: str, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is in a folder that holds none of them. What rank 0 lacks too is an unknown policy."""
+    quick_config()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "first" / "run").symlink_to(quick_run)
+    (tmp_path / "first" / "plan.json").write_text('{"seeds": []}')
+
+    def evaluate(rank: int) -> None:
+        monkeypatch.chdir(tmp_path / ("first", "second")[rank])
+        main(["evaluate", "--task", QUICK, "--policies", f"wait,{policy}", "--hosts", "4"])
+
+    first, second = run_ranks(evaluate, 2, tmp_path)
+    assert (first.code, second) == (2, (2, "")), first.output
+    if policy == "nonsense":
+        assert first.output.startswith("esper: unknown policy 'nonsense'; ")
+    else:
+        file = policy.removeprefix("schedule:")
+        assert first.output.startswith(f"esper: rank 1: {file} was not found, but each rank reads the policies; ")
+
+
 @pytest.mark.parametrize("ranks", [2, FOUR])
 @pytest.mark.parametrize("kind", ["schedule", pytest.param("heuristic", marks=pytest.mark.slow)])
 def test_a_search_is_the_same(kind: str, ranks: int, tmp_path: Path) -> None:
