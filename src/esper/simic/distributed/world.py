@@ -5,7 +5,7 @@ the others send it what they have (`gather`), and it tells them what comes next 
 on all ranks.
 
 A rank that fails sends its error in place of what rank 0 expects; rank 0 raises it. If rank 0 fails, or a process is
-killed, its connections break, and the others end without a message.
+killed, its connections break, and the others end without a message. While a rank hangs, rank 0 warns and waits.
 """
 
 import json
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from esper.leyline import BadValueError, EsperError
 from esper.leyline.records import Json, flatten
 from esper.simic.distributed.connection import RankLostError, connect, disconnect
+from esper.simic.distributed.waiting import warned_of
 from esper.storage.interrupts import stops_noted
 from esper.storage.stored import storable
 
@@ -78,7 +79,11 @@ class World:
             if self.rank:
                 self._send(message)
                 return []
-            return [message, *(self._receive(rank) for rank in range(1, self.size))]
+            messages = [message]
+            for rank in range(1, self.size):
+                with warned_of(f"rank {rank}"):
+                    messages.append(self._receive(rank))
+            return messages
 
     def share(self, message: Message | None = None) -> Message:
         """The message of rank 0, on all ranks; the others pass none."""
@@ -87,7 +92,7 @@ class World:
             return message
         import torch.distributed as dist
 
-        with self._lost_ranks():
+        with self._lost_ranks(), nullcontext() if self.rank else warned_of("another rank"):
             raw = message.to_bytes() if message is not None else b""
             length = torch.tensor([len(raw)])
             dist.broadcast(length, 0)
