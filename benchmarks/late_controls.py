@@ -66,7 +66,7 @@ def run_controls(found: Content, controls: list[str], config: EvaluationConfig, 
         progress_bar("evaluating", len(everyone) * config.hosts) as advance,
         run_with(workers) as run_all,
     ):
-        done = iter(run_contenders(everyone, run_all, advance))
+        done = iter(run_contenders(everyone, run_all, advance, workers=workers))
     results = {name: [next(done) for _ in group] for name, group in wanted.items()}
     kinds = kinds_of_hosts(config, results)
     compared = TaskComparison(config, results, [], {}, kinds)

@@ -5,8 +5,15 @@
     torchrun --nproc-per-node 4 benchmarks/scaling.py          # this world alone, also on several machines
     python benchmarks/scaling.py --policies-equal --device cuda --ranks 1 2
 
-Efficiency is the median round of one rank over that of N ranks. All parts come from the metrics that a run records. The
-first round is not counted: torch compiles and allocates in it.
+Efficiency is the median round of one rank over that of N ranks. It is the product of two factors:
+
+    hardware    one rank's round over that of N *independent* processes, which run side by side with the hosts of the N
+                ranks, but exchange nothing: what cores, caches and memory take from each other
+    joining     the independent processes' round over that of N ranks: what exchange, one update for all hosts, and
+                waiting for the rank whose hosts grow most take
+
+Independent processes begin their rounds together. All parts come from the metrics that a run records. The first round
+is not counted: torch compiles and allocates in it.
 
 With --policies-equal all worlds have --hosts hosts together. The table shows how far their last policies are from that
 of the first world, and whether all ranks hold the same one. The script fails if ranks differ, or on the CPU any bit.
@@ -20,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,7 +37,7 @@ from harness import RESULTS, Json, print_table, write_result
 
 from esper.leyline import EsperError
 from esper.simic.agent.checkpoint import agent_tensors
-from esper.simic.distributed import Message, open_world
+from esper.simic.distributed import Message, Share, World, open_world
 from esper.simic.distributed.world import launched
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.follower import Follower
@@ -38,7 +46,10 @@ from esper.simic.training.run_folder import METRICS, checkpoints_of
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 
-HEADER = ["ranks", "hosts", "round s", "efficiency", "hosts/s", "collect s", "wait s", "exchange s", "update s", "kB"]
+FACTORS = ("efficiency", "hardware", "joining")
+PARTS = ("collect_s", "mean_wait_s", "exchange_s", "update_s")
+HEADER = ["ranks", "hosts", "round s", "independent s", *FACTORS, "hosts/s"]
+HEADER += ["collect s", "wait s", "exchange s", "update s", "kB"]
 TIMES = "rounds.json"  # beside a run: seconds of its rounds, and whether all ranks ended with one policy
 
 
@@ -49,25 +60,22 @@ class TimedTrainer(Trainer):
     """A trainer that notes how long whole rounds take, with logs and checkpoint."""
 
     seconds: list[float]
+    others: World | None = None  # processes that begin their rounds together with this one
 
     def run_round(self) -> list[RoundRecord]:
         """As ever, timed."""
+        if self.others is not None:
+            self.others.agree({})
         begin = time.perf_counter()
         records = super().run_round()
         self.seconds.append(time.perf_counter() - begin)
         return records
 
 
-def train(arguments: argparse.Namespace, hosts: int, folder: Path) -> int:
-    """Train on this rank; rank 0 writes the run and its times. Returns the number of this rank."""
-    config = TrainConfig(
-        task=arguments.task,
-        rounds=arguments.rounds,
-        hosts=hosts,
-        members=arguments.members,
-        device=arguments.device,
-        data_dir=arguments.data_dir,
-    )
+def train(arguments: argparse.Namespace, hosts: int, folder: Path, *, independent: bool) -> int:
+    """Train on this rank, whose number is returned, and then, if told, independently of the others; rank 0 writes."""
+    names = ("task", "rounds", "members", "device", "data_dir")
+    config = TrainConfig(hosts=hosts, **{name: getattr(arguments, name) for name in names})
     with open_world() as world:
         trained: Trainer | Follower
         if world.rank:
@@ -80,22 +88,44 @@ def train(arguments: argparse.Namespace, hosts: int, folder: Path) -> int:
         assert trained.agent is not None
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in agent_tensors(trained.agent).items()}
         policies = world.gather(Message({}, {"policy": sha256(safetensors.torch.save(tensors)).hexdigest()}))
-        if isinstance(trained, TimedTrainer):
-            alike = len({message.content["policy"] for message in policies}) == 1
-            times = {"seconds": trained.seconds, "ranks": world.size, "ranks_hold_one_policy": alike}
+        seconds = trained.seconds if isinstance(trained, TimedTrainer) else []
+        del trained  # and its memory
+        apart = train_apart(config, world) if world.size > 1 and independent else seconds
+        by_rank = world.gather(Message({}, {"seconds": apart}))
+        if world.rank == 0:
+            times = {
+                "seconds": seconds,
+                "independent_seconds": [message.content["seconds"] for message in by_rank],
+                "ranks": world.size,
+                "ranks_hold_one_policy": len({message.content["policy"] for message in policies}) == 1,
+            }
             (folder / TIMES).write_text(json.dumps(times))
         return world.rank
+
+
+def train_apart(config: TrainConfig, world: World) -> list[float]:
+    """Seconds of the rounds of this rank's hosts, trained without the other ranks, at the same time as theirs."""
+    config = replace(config, hosts=config.hosts // world.size, device=world.device(config.device))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TimedTrainer(config, Path(folder) / "run")
+        groups = len(trainer.collector.share.groups)
+        first = groups * world.rank
+        trainer.collector.share = Share(range(first, first + groups), groups * world.size)
+        trainer.seconds, trainer.others = [], world
+        trainer.run(progress=False)
+    return trainer.seconds
 
 
 # -- in the process that starts them ----------------------------------------------------------------------------------
 
 
-def start(arguments: argparse.Namespace, ranks: int, hosts: int, folder: Path) -> None:
+def start(arguments: argparse.Namespace, ranks: int, hosts: int, folder: Path, *, independent: bool) -> None:
     """Run this file on ranks of this machine until they end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     names = ("task", "rounds", "members", "device")
     flags = [word for name in names for word in (f"--{name}", str(getattr(arguments, name)))]
     flags += [] if arguments.data_dir is None else ["--data-dir", str(arguments.data_dir)]
+    flags += ["--independent"] if independent else []
     environment = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, *flags, "--train", str(folder), str(hosts)], env=environment, check=True)
 
@@ -110,8 +140,12 @@ def figures(folder: Path, hosts: int, warm: int) -> dict[str, Any]:
         "hosts": hosts,
         "ranks_hold_one_policy": times["ranks_hold_one_policy"],
         "round_s": statistics.median(times["seconds"][first:]),
+        "independent_s": statistics.median(
+            seconds for of_rank in times["independent_seconds"] for seconds in of_rank[first:]
+        ),
         **_medians([_parts(line, times["ranks"]) for line in lines[first:]]),
         "rounds_s": times["seconds"],
+        "independent_rounds_s": times["independent_seconds"],
     }
 
 
@@ -138,10 +172,11 @@ def table(rows: list[dict[str, Any]]) -> None:
     """Print all worlds. Efficiency needs a world of one rank."""
     cells = []
     for row in rows:
-        efficiency = "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
-        parts = [f"{row[name]:.3f}" for name in ("collect_s", "mean_wait_s", "exchange_s", "update_s")]
+        times = [f"{row[name]:.2f}" for name in ("round_s", "independent_s")]
+        factors = ["-" if row[name] is None else f"{row[name]:.2f}" for name in FACTORS]
         rate, size = row["hosts"] / row["round_s"], row["exchanged_bytes"] / 1e3
-        cells.append([row["ranks"], row["hosts"], f"{row['round_s']:.2f}", efficiency, rate, *parts, size])
+        parts = [f"{row[name]:.3f}" for name in PARTS]
+        cells.append([row["ranks"], row["hosts"], *times, *factors, rate, *parts, size])
     print_table("Weak scaling, medians over rounds", HEADER, cells)
 
 
@@ -151,7 +186,7 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in arguments.ranks:
             hosts = arguments.hosts * ranks
-            start(arguments, ranks, hosts, Path(folder) / str(ranks))
+            start(arguments, ranks, hosts, Path(folder) / str(ranks), independent=True)
             rows.append(figures(Path(folder) / str(ranks), hosts, arguments.warm))
             print(f"{ranks} ranks: {rows[-1]['round_s']:.2f} s a round", flush=True)
             write_result(name, described(arguments, rows), arguments.out)
@@ -159,9 +194,17 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows beside the one of a single rank."""
+    """Rows with their efficiency and its factors, beside the row of a single rank."""
     alone = next((row["round_s"] for row in rows if row["ranks"] == 1), None)
-    return [row | {"efficiency": None if alone is None else alone / row["round_s"]} for row in rows]
+    return [
+        row
+        | {
+            "efficiency": None if alone is None else alone / row["round_s"],
+            "hardware": None if alone is None else alone / row["independent_s"],
+            "joining": row["independent_s"] / row["round_s"],
+        }
+        for row in rows
+    ]
 
 
 def described(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Json]:
@@ -176,7 +219,7 @@ def compare_policies(arguments: argparse.Namespace) -> dict[str, Json]:
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(ranks) for ranks in arguments.ranks]
         for ranks, place in zip(arguments.ranks, places, strict=True):
-            start(arguments, ranks, arguments.hosts, place)
+            start(arguments, ranks, arguments.hosts, place, independent=False)
             found = figures(place, arguments.hosts, arguments.warm)
             kept = {name: found[name] for name in ("ranks", "hosts", "ranks_hold_one_policy", "round_s")}
             rows.append({**kept, **distance(places[0], place)})
@@ -216,12 +259,13 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--policies-equal", action="store_true")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--independent", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     where = "cuda" if arguments.device.startswith("cuda") else f"{os.cpu_count()}_cores"
     try:
         if arguments.train is not None:
-            train(arguments, int(arguments.train[1]), Path(arguments.train[0]))
+            train(arguments, int(arguments.train[1]), Path(arguments.train[0]), independent=arguments.independent)
         elif launched():
             measure_this_world(arguments, where)
         elif arguments.policies_equal:
@@ -239,7 +283,7 @@ def measure_this_world(arguments: argparse.Namespace, where: str) -> None:
     """The world that torchrun has started; rank 0 reports."""
     ranks = int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
-        if train(arguments, arguments.hosts * ranks, Path(folder) / "run") == 0:
+        if train(arguments, arguments.hosts * ranks, Path(folder) / "run", independent=True) == 0:
             rows = [figures(Path(folder) / "run", arguments.hosts * ranks, arguments.warm)]
             table(with_efficiency(rows))
             write_result(f"scaling_{where}_{ranks}_ranks", described(arguments, rows), arguments.out)

@@ -16,6 +16,8 @@ from bench import BENCHMARKS, run_script
 from ranks import run_ranks
 from simic.training.tiny import QUICK, quick_config
 
+from esper.simic.training.episode import EpisodeRunner
+
 SMALL = ["--task", QUICK, "--ranks", "1", "2", "--hosts", "4", "--members", "1", "--rounds", "2"]
 
 
@@ -25,8 +27,8 @@ def forked(script_of: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPat
     script = script_of("scaling")
     quick_config()
 
-    def start(arguments: argparse.Namespace, ranks: int, hosts: int, folder: Path) -> None:
-        ended = run_ranks(lambda rank: script.train(arguments, hosts, folder), ranks, tmp_path)
+    def start(arguments: argparse.Namespace, ranks: int, hosts: int, folder: Path, *, independent: bool) -> None:
+        ended = run_ranks(lambda rank: script.train(arguments, hosts, folder, independent=independent), ranks, tmp_path)
         assert [rank.code for rank in ended] == [0] * ranks, ended
 
     monkeypatch.setattr(script, "start", start)
@@ -43,9 +45,35 @@ def test_a_row_per_world(tmp_path: Path, run_here: Callable[..., str]) -> None:
     one, two = written["worlds"]
     assert (one["ranks"], one["efficiency"], one["exchanged_bytes"], one["mean_wait_s"]) == (1, 1.0, 0, 0.0)
     assert two["efficiency"] == pytest.approx(one["round_s"] / two["round_s"])
+    assert (one["hardware"], one["joining"], one["independent_s"]) == (1.0, 1.0, one["round_s"])
+    assert [len(rounds) for rounds in two["independent_rounds_s"]] == [2, 2]
+    assert two["independent_s"] == pytest.approx(sum(rounds[1] for rounds in two["independent_rounds_s"]) / 2)
+    assert two["hardware"] == pytest.approx(one["round_s"] / two["independent_s"])
+    assert two["efficiency"] == pytest.approx(two["hardware"] * two["joining"])
     assert two["exchanged_bytes"] > 1000 and two["longest_wait_s"] > 0 and two["ranks_hold_one_policy"]
     assert two["round_s"] == two["rounds_s"][1] > 0 and min(two["collect_s"], two["update_s"]) > 0
     assert (written["rounds"], written["warm"], "cpu" in written["machine"]) == (2, 1, True)
+
+
+def test_independent_processes_have_the_hosts_of_the_ranks(
+    script_of: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round, whichever policy they have."""
+    script, begin = script_of("scaling"), EpisodeRunner.begin
+    quick_config()
+    settings = {"task": QUICK, "rounds": 2, "members": 1, "device": "cpu", "data_dir": None}
+
+    def noted(self: EpisodeRunner, seeds: list[int]) -> None:
+        print(*seeds)
+        begin(self, seeds)
+
+    monkeypatch.setattr(EpisodeRunner, "begin", noted)
+    arguments = argparse.Namespace(**settings)
+    ended = run_ranks(lambda _: script.train(arguments, 8, tmp_path / "run", independent=True), 2, tmp_path)
+    first, second = (rank.output.splitlines() for rank in ended)
+    for seeds in (first, second):
+        assert len(seeds) == 4 and seeds[:2] == seeds[2:], seeds
+    assert not set(first) & set(second)
 
 
 @pytest.mark.usefixtures("forked")

@@ -115,7 +115,7 @@ class EvaluateCommand:
     margin: float = 1.0
     """Points by which a policy may be worse than another and still be called not worse."""
     workers: int = 1
-    """Number of processes, of one thread each. The results do not depend on it."""
+    """Number of processes, of one thread each. On a CPU the results do not depend on it."""
     keep: Path | None = None
     """Folder for intermediate results. Run the same command again to resume."""
     record: Path | None = None

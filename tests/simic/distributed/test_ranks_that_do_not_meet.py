@@ -1,17 +1,20 @@
 """Ranks that cannot reach each other say where they tried, and what to change."""
 
 import os
+import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import Ended, run_ranks
 from torch._C._distributed_c10d import TCPStore
 
 from esper.leyline import BadValueError
-from esper.simic.distributed import Message, connection, open_world
+from esper.simic.distributed import Message, connection, open_world, waiting
 
 REMEDIES = ("MASTER_ADDR", "--rdzv-endpoint", "GLOO_SOCKET_IFNAME")
 
@@ -94,6 +97,33 @@ def test_ranks_wait_longer_for_messages_than_to_meet(tmp_path: Path, monkeypatch
             ours.agree({})
 
     assert [rank.code for rank in run_ranks(come, 2, tmp_path)] == [0, 0]
+
+
+def stop(seconds: float) -> None:
+    """Stop this process; another one lets it continue."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("shared", "whom"), [(False, "rank 1"), (True, "another rank")], ids=["gather", "share"])
+def test_a_rank_that_is_frozen(shared: bool, whom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 warns again and again, ever more rarely; when the rank continues, so do all."""
+    monkeypatch.setattr(waiting, "FIRST_S", 0.25)
+    many = Message({"much": torch.zeros(10_000_000)}, {})  # more than the connection holds
+
+    def come(rank: int) -> None:
+        with open_world() as ours:
+            ours.agree({})
+            if rank:
+                stop(2.5)
+            if shared:
+                ours.share(None if rank else many)
+            ours.gather(Message({}, {}))
+
+    first, second = run_ranks(come, 2, tmp_path)
+    assert (first.code, second) == (0, (0, "")), first.output
+    waits = [line.partition(";")[0] for line in first.output.splitlines()]
+    assert waits[:3] == [f"warning: rank 0 has waited {seconds} s for {whom}" for seconds in ("0.25", "0.5", "1")]
 
 
 @pytest.mark.parametrize("error", [None, BadValueError, ZeroDivisionError, SystemExit])

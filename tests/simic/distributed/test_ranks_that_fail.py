@@ -8,28 +8,25 @@ from pathlib import Path
 
 import pytest
 from ranks import Ended, run_ranks
-from simic.training.smallest import results
 from simic.training.tiny import quick_config
 
 from esper.leyline import BadValueError, DataError
-from esper.nissa import SinkSettings
 from esper.simic.distributed import Stragglers, divide_hosts, open_world, world
 from esper.simic.training.collect import RoundCollector
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.follower import Follower
-from esper.simic.training.run_folder import RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 
 
-def train(config: TrainConfig, folder: Path) -> None:
+def train(config: TrainConfig, folder: Path, hosts_by_rank: tuple[int, ...] | None = None) -> None:
     """On the rank of this process."""
     warnings.simplefilter("ignore", RuntimeWarning)  # of a run without checkpoints
     with open_world() as ours:
         if ours.rank:
-            Follower(ours, config).run()
+            Follower(ours, config, hosts_by_rank=hosts_by_rank).run()
         else:
-            Trainer(config, folder, world=ours, sinks=SinkSettings()).run(progress=False)
+            Trainer(config, folder, world=ours, hosts_by_rank=hosts_by_rank).run(progress=False)
 
 
 def check(ended: list[Ended], folder: Path, *words: str) -> None:
@@ -47,6 +44,26 @@ def test_more_ranks_than_groups(tmp_path: Path) -> None:
     config = quick_config()
     ended = run_ranks(lambda rank: train(config, tmp_path / "run"), 3, tmp_path)
     check(ended, tmp_path / "run", "3 ranks are more than the 2 groups", "at most 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            (8, 8),
+            (8, 8),
+            "hosts by rank [8, 8]: 2 numbers with sum 16; give one for each of 2 ranks, which add up to 12",
+        ),
+        ((9, 3), (9, 3), "hosts by rank [9, 3]: a rank has whole groups; use multiples of 2"),
+        ((8, 4), (4, 8), "rank 1 differs from rank 0: hosts_by_rank [4, 8], not [8, 4]"),
+    ],
+    ids=["sum", "groups", "differ"],
+)
+def test_wrong_hosts_by_rank(first: tuple[int, ...], second: tuple[int, ...], words: str, tmp_path: Path) -> None:
+    """A wrong sum, half a group, and ranks that were told different shares."""
+    config = quick_config(hosts=12)
+    ended = run_ranks(lambda rank: train(config, tmp_path / "run", (first, second)[rank]), 2, tmp_path)
+    check(ended, tmp_path / "run", words)
 
 
 def test_other_settings(tmp_path: Path) -> None:
@@ -78,45 +95,6 @@ def test_a_rank_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     ended = run_ranks(work, 2, tmp_path)
     check(ended, tmp_path / "run", "rank 1: digits.csv is not here; fetch it")
-
-
-def test_a_rank_that_fails_or_dies_in_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 says whose error it is. Started again, the same command ends as if nothing had happened."""
-    config, collect = quick_config(2), RoundCollector.collect
-    Trainer(config, tmp_path / "whole").run(progress=False)
-
-    def fail(rank: int, die: bool) -> None:
-        def collect_or_fail(self: RoundCollector, round_index: int) -> object:
-            if rank and round_index == 1:
-                if die:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise BadValueError("the disk of this rank is on fire")
-            return collect(self, round_index)
-
-        monkeypatch.setattr(RoundCollector, "collect", collect_or_fail)
-        train(config, tmp_path / "run")
-
-    first, second = run_ranks(lambda rank: fail(rank, die=False), 2, tmp_path)
-    assert (first.code, second.code) == (2, 2)
-    assert first.output == "esper: rank 1: the disk of this rank is on fire\n"
-    first, second = run_ranks(lambda rank: fail(rank, die=True), 2, tmp_path, TORCHELASTIC_RESTART_COUNT="1")
-    assert (first.code, second.code) == (2, -signal.SIGKILL)
-    assert "the connection to another rank broke" in first.output
-    refused = run_ranks(lambda rank: train(config, tmp_path / "run"), 1, tmp_path)[0]
-    assert (refused.code, "is in use" in refused.output) == (2, True)
-    again = run_ranks(lambda rank: train(config, tmp_path / "run"), 1, tmp_path, TORCHELASTIC_RESTART_COUNT="2")[0]
-    assert again.code == 0, again.output
-    assert results(tmp_path / "run") == results(tmp_path / "whole")
-    remarks = [remark for line in read_lines(tmp_path / "run" / "sessions.jsonl") for remark in line.get("remarks", ())]
-    assert remarks == ["the run continues on 1 rank, it had 2"]
-
-
-def test_a_restart_before_the_first_checkpoint(tmp_path: Path) -> None:
-    """The folder that the killed processes made is continued; a first start refuses it."""
-    config = quick_config(1)
-    RunFolder.create(tmp_path / "run", config).__exit__(None)
-    ended = run_ranks(lambda rank: train(config, tmp_path / "run"), 2, tmp_path, TORCHELASTIC_RESTART_COUNT="1")
-    assert [rank.code for rank in ended] == [0, 0], ended
 
 
 def test_all_ranks_stop_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def test_policies_side_by_side_find_what_each_finds_alone(runs: str, monkeypatch
     monkeypatch.setattr(workers, "MOST_POLICIES", 2)
     monkeypatch.setitem(AT_ONCE, "cpu", 6)
     in_parts = run_contenders(contenders)
-    assert together == alone == in_parts
+    assert together == alone == in_parts == run_contenders(contenders, workers=3)
     assert len({tuple(result.cost) for result in alone}) > 3, "they do different things"
 
 
@@ -332,6 +332,29 @@ def test_jobs_cover_every_contender_on_every_host_once() -> None:
         assert all(one.acts for one in job.contenders) or len(job.contenders) == 1
     assert {len(job.indices) for job in made} == {9, 8, 1}
     assert [len(job.hosts) for job in made if job.contenders[0].spec.kind == "oracle"] == [14, 14, 12]
+
+
+@pytest.mark.parametrize(
+    ("specs", "hosts", "processes", "expected"),
+    [
+        ("wait,random,heuristic", 64, 1, [16] * 4),  # 16 hosts of 4 envs fill a fleet of 64
+        ("wait,random,heuristic", 64, 3, [11] * 5 + [9]),
+        ("wait,random,heuristic", 64, 8, [8] * 8),
+        ("wait,random,heuristic", 64, 1000, [2] * 32),  # of at least 8 envs
+        ("wait,random,heuristic", 3, 8, [3]),
+        ("wait", 2, 2, [2]),
+        ("oracle", 40, 1, [14, 14, 12]),
+        ("oracle", 40, 8, [5] * 8),
+        ("oracle", 4, 8, [1] * 4),  # each has an env per plan
+    ],
+)
+def test_all_processes_have_work(specs: str, hosts: int, processes: int, expected: list[int]) -> None:
+    """Hosts per job, by hand. One process has as few jobs as possible."""
+    config = EvaluationConfig("digits_blind", hosts, 7)
+    contenders = [contender(config, spec) for spec in specs.split(",")]
+    made = make_jobs(dict(enumerate(contenders)), processes)
+    assert [len(job.hosts) for job in made] == expected
+    assert {job.places for job in made} == {expected[0]}
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ the others send it what they have (`gather`), and it tells them what comes next 
 on all ranks.
 
 A rank that fails sends its error in place of what rank 0 expects; rank 0 raises it. If rank 0 fails, or a process is
-killed, its connections break, and the others end without a message.
+killed, its connections break, and the others end without a message. While a rank hangs, rank 0 warns and waits.
 """
 
 import json
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from esper.leyline import BadValueError, EsperError
 from esper.leyline.records import Json, flatten
 from esper.simic.distributed.connection import RankLostError, connect, disconnect
+from esper.simic.distributed.waiting import warned_of
 from esper.storage.interrupts import stops_noted
 from esper.storage.stored import storable
 
@@ -61,9 +62,12 @@ class Message(NamedTuple):
 class World:
     """This process among all ranks. With one rank, messages come back as they are."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, restarts: int = 0, local_rank: int = 0) -> None:
-        """`restarts`: how often the launcher started these ranks again. `local_rank`: number on this machine."""
-        self.rank, self.size, self.restarts, self.local_rank = rank, size, restarts, local_rank
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, local_rank: int = 0, launchers: frozenset[str] = frozenset()
+    ) -> None:
+        """`local_rank`: number on this machine. `launchers`: names of the torchruns that started the ranks of this
+        world, complete on rank 0."""
+        self.rank, self.size, self.local_rank, self.launchers = rank, size, local_rank, launchers
         self.exchanged = 0  # bytes sent and received by this rank
         self._stopped: Callable[[], bool] = lambda: False
 
@@ -75,7 +79,11 @@ class World:
             if self.rank:
                 self._send(message)
                 return []
-            return [message, *(self._receive(rank) for rank in range(1, self.size))]
+            messages = [message]
+            for rank in range(1, self.size):
+                with warned_of(f"rank {rank}"):
+                    messages.append(self._receive(rank))
+            return messages
 
     def share(self, message: Message | None = None) -> Message:
         """The message of rank 0, on all ranks; the others pass none."""
@@ -84,7 +92,7 @@ class World:
             return message
         import torch.distributed as dist
 
-        with self._lost_ranks():
+        with self._lost_ranks(), nullcontext() if self.rank else warned_of("another rank"):
             raw = message.to_bytes() if message is not None else b""
             length = torch.tensor([len(raw)])
             dist.broadcast(length, 0)
@@ -205,10 +213,8 @@ def open_world() -> Iterator[World]:
         return
     connect(world.rank, world.size)
     try:
-        # A rank that joined later knows of no restart, and another may lead then.
-        counts = world.gather(Message({}, {"restarts": world.restarts}))
-        most = max((message.content["restarts"] for message in counts), default=0)
-        world.restarts = world.share(None if world.rank else Message({}, {"restarts": most})).content["restarts"]
+        gathered = world.gather(Message({}, {"launchers": list(world.launchers)}))
+        world.launchers |= {name for message in gathered for name in message.content["launchers"]}
         yield world
     except EsperError as error:
         if world.rank == 0:
@@ -222,9 +228,9 @@ def open_world() -> Iterator[World]:
 
 
 def _world_of(environment: Mapping[str, str]) -> World:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     try:
-        rank, size, local_rank, restarts = (int(environment.get(name, "0")) for name in names)
+        rank, size, local_rank = (int(environment.get(name, "0")) for name in names)
     except ValueError as error:
         raise BadValueError(f"{', '.join(names)} must be whole numbers ({error}); let torchrun set them") from None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in environment]
@@ -233,7 +239,17 @@ def _world_of(environment: Mapping[str, str]) -> World:
             f"RANK {rank} of WORLD_SIZE {size} without {missing or 'a rank below it'}; start with torchrun, or unset "
             "RANK and WORLD_SIZE"
         )
-    return World(rank, size, restarts=restarts, local_rank=local_rank)
+    return World(rank, size, local_rank=local_rank, launchers=_launchers_of(environment))
+
+
+def _launchers_of(environment: Mapping[str, str]) -> frozenset[str]:
+    """The name of the torchrun that started this rank: the log folder that it drew for itself.
+
+    torchrun's run id does not tell two of its calls apart, this folder does. A rank knows it from the path of its error
+    file, `<folder>/attempt_<restarts>/<local rank>/error.json`."""
+    folders = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    known = len(folders) > 2 and folders[1].name.startswith("attempt_")
+    return frozenset([str(folders[2])] if known else [])
 
 
 def _report(world: World, error: EsperError) -> None:

@@ -16,7 +16,7 @@ from esper.leyline.records import Json, encode
 from esper.simic.distributed import World
 from esper.simic.distributed.world import this_code
 from esper.simic.evaluation.cache import ResultCache
-from esper.simic.evaluation.dealing import run_dealt
+from esper.simic.evaluation.dealing import check_found, run_dealt
 from esper.simic.evaluation.final_log import sign_policies
 from esper.simic.evaluation.policies import (
     ORACLE,
@@ -216,6 +216,8 @@ def run_comparisons(
     require_positive("margin", margin, remark=": points by which a policy may be worse")
     policies = [PolicySpec.parse(spec) for spec in specs]
     configs = [replace(config, task=task) for task in tasks]
+    tuned = [file for spec in policies for task in tasks for file in spec.tuned_files(get_task(task))]
+    check_found(world, [*learned_runs(policies), *tuned])
     for each in configs:
         check_specs(policies, each)
     if record is not None and config.final:
@@ -245,7 +247,7 @@ def run_comparisons(
             stage = [entry for entry in entries if (entry.spec.base is not None) == controls]
             groups = {entry: _by_seed(entry, results) for entry in stage}
             everyone = [contender for group in groups.values() for contender in group]
-            done = iter(run_contenders(everyone, run_all, advance, cache, records, world))
+            done = iter(run_contenders(everyone, run_all, advance, cache, records, world, workers))
             results |= {entry: [next(done) for _ in group] for entry, group in groups.items()}
     compared = {}
     for each in configs:

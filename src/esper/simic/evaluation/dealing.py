@@ -17,6 +17,7 @@ from esper.leyline import BadValueError
 from esper.simic.distributed import Message, World
 from esper.simic.evaluation.results import Result
 from esper.simic.evaluation.workers import Call, RunAll, run_with
+from esper.simic.training.policy_files import is_policy
 from esper.storage.files import replace_file
 
 FILE = "file."  # prefix of tensors that are the bytes of a record file
@@ -49,6 +50,16 @@ def run_dealt(world: World, workers: int, records: Path | None = None) -> Iterat
                 yield from zip(dealt, map(_from_message, world.share_all(plain)[: len(dealt)]), strict=True)
 
         yield run_dealt_jobs, folder
+
+
+def check_found(world: World, policies: Iterable[Path]) -> None:
+    """Raise on a rank other than 0 that lacks one of these policies; what rank 0 lacks is an error of another kind."""
+    missing = [str(path) for path in dict.fromkeys(policies) if not is_policy(path)]
+    if world.rank and missing:
+        raise BadValueError(
+            f"{', '.join(missing)} was not found, but each rank reads the policies; put them where all machines see "
+            "them, or copy them to the same place on each"
+        )
 
 
 def _to_message(result: Any) -> Message:  # Any: a tensor, or a list of results

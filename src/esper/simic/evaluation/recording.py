@@ -41,8 +41,8 @@ class EvaluationRecords:
             if block != hosts and block.start < hosts.stop and hosts.start < block.stop:
                 raise BadValueError(
                     f"--record {self.folder} has hosts {block.start} to {block.stop - 1} of a policy in one file, this "
-                    f"evaluation {hosts.start} to {hosts.stop - 1}; list the same policies as before, or choose "
-                    "another folder"
+                    f"evaluation {hosts.start} to {hosts.stop - 1}; list the same policies as before, with as many "
+                    "ranks and --workers, or choose another folder"
                 )
         return self.folder / f"{key}-{hosts.start:05d}-{hosts.stop:05d}"
 

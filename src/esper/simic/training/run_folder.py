@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import warnings
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from esper.leyline import BadValueError, CheckpointError, StorageError
+from esper.leyline import BadValueError, CheckpointError, EsperError, StorageError
 from esper.leyline.records import config_checksum, decode, encode
 from esper.nissa import LiveFile
 from esper.simic.agent import PPOAgent, load_agent, save_agent
@@ -29,14 +30,15 @@ CONFIG, EVENTS, METRICS, CHECKPOINTS = "config.json", "events.jsonl", "metrics.j
 SESSIONS = "sessions.jsonl"  # append-only and never cut: how often a run was stopped is not part of what it computes
 
 
-def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None:
-    """Write the settings of a run, whole or not at all."""
+def write_config(path: Path, config: TrainConfig, keep_checkpoints: int, launchers: Collection[str] = ()) -> None:
+    """Write the settings of a run, whole or not at all. `launchers`: those that started its ranks."""
     # Relative to the run's folder, so that both can be moved together.
     start = None if config.start is None else os.path.relpath(config.start.resolve(), path.resolve())
     data_dir = None if config.data_dir is None else str(config.data_dir.resolve())
     content = {
         "config": encode({**asdict(config), "start": start, "data_dir": data_dir}),
         "keep_checkpoints": keep_checkpoints,
+        "launchers": sorted(launchers),
         "git": git_hash(),
         "torch": torch.__version__,
     }
@@ -46,7 +48,7 @@ def write_config(path: Path, config: TrainConfig, keep_checkpoints: int) -> None
 
 def read_config(path: Path) -> TrainConfig:
     """The settings of a run, proven to be those that were written."""
-    return _read_header(path)[0]
+    return _read_header(path).config
 
 
 def ranks_of(path: Path) -> int | None:
@@ -57,11 +59,19 @@ def ranks_of(path: Path) -> int | None:
     return ranks[-1] if ranks else None
 
 
-def _read_header(path: Path) -> tuple[TrainConfig, int]:
+class _Header(NamedTuple):
+    config: TrainConfig
+    keep_checkpoints: int
+    checksum: str
+    launchers: frozenset[str]
+
+
+def _read_header(path: Path) -> _Header:
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config = decode_config(content["config"], "config")
         keep_checkpoints = decode(int, content["keep_checkpoints"], "keep_checkpoints")
+        launchers = frozenset(content.get("launchers", ()))  # older runs have none
         stated, actual = content["checksum"], config_checksum(content)
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path} is no run folder: {CONFIG} is missing or damaged ({error})") from error
@@ -71,14 +81,20 @@ def _read_header(path: Path) -> tuple[TrainConfig, int]:
             "restore what was written, or start a new run in another folder"
         )
     start = None if config.start is None else Path(os.path.normpath(path.resolve() / config.start))
-    return replace(config, start=start), keep_checkpoints
+    return _Header(replace(config, start=start), keep_checkpoints, actual, launchers)
 
 
 def read_checksum(path: Path) -> str:
     """The checksum of a run's settings, which tells it from runs of other settings."""
-    _read_header(path)
-    checksum: str = json.loads((path / CONFIG).read_text(encoding="utf-8"))["checksum"]
-    return checksum
+    return _read_header(path).checksum
+
+
+def is_own(path: Path, launchers: Collection[str]) -> bool:
+    """Whether a run's folder was made by ranks that one of these launchers started."""
+    try:
+        return not _read_header(path).launchers.isdisjoint(launchers)
+    except EsperError:  # no folder of a run, or a damaged one
+        return False
 
 
 def check_settings(path: Path, config: TrainConfig) -> None:
@@ -156,15 +172,17 @@ class RunFolder:
         self._resources = lock.pop_all()
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP) -> Self:
-        """A new run. A folder that already contains one is refused."""
+    def create(
+        cls, path: Path, config: TrainConfig, keep_checkpoints: int = KEEP, launchers: Collection[str] = ()
+    ) -> Self:
+        """A new run, for ranks that these launchers started. A folder that already contains one is refused."""
         checkpoints = checkpoints_of(path, keep_checkpoints)  # refuses a bad number before anything is written
         with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
             lock.enter_context(folder_lock(path))
             cls.check_free(path)
-            write_config(path, config, keep_checkpoints)
+            write_config(path, config, keep_checkpoints, launchers)
             return cls(path, config, checkpoints, lock)
 
     @staticmethod
@@ -182,7 +200,7 @@ class RunFolder:
         """A run to continue after its last complete round whose checkpoint and logs are intact, else with `agent`.
 
         The logs are cut to that round and their tails moved aside. Differences are warned of."""
-        checkpoints = checkpoints_of(path, _read_header(path)[1])
+        checkpoints = checkpoints_of(path, _read_header(path).keep_checkpoints)
         remarks: list[str] = []
 
         def remark(text: str) -> None:

@@ -29,11 +29,11 @@ from esper.simic.training.policy_files import begin_with, open_policy
 from esper.simic.training.recorder import Recorder
 from esper.simic.training.rollouts import RoundRecord
 from esper.simic.training.run_folder import (
-    CONFIG,
     Restored,
     RunFolder,
     check_settings,
     checkpoints_of,
+    is_own,
     ranks_of,
     read_checksum,
 )
@@ -76,8 +76,8 @@ class Trainer:
         """
         sinks, self.world = sinks or SinkSettings(), world or World()
         torch.set_num_threads(config.threads)
-        # Started again by the launcher, the same command continues the folder that it created.
-        resume = resume or (self.world.restarts > 0 and (folder / CONFIG).is_file())
+        # Started again by torchrun, the same command continues the folder that it made.
+        resume = resume or is_own(folder, self.world.launchers)
         check_start(config, folder, resume, sinks, profile, record)
         self.config, device = config, self.world.device(config.device)
         self.world.share(settings_message(config))
@@ -93,7 +93,10 @@ class Trainer:
             self.folder, restored = RunFolder.open(folder, config, agent)
             restored = with_other_ranks(restored, ranks_of(folder), self.world.size)
         else:
-            self.folder, restored = RunFolder.create(folder, config, keep_checkpoints), Restored(agent)
+            self.folder, restored = (
+                RunFolder.create(folder, config, keep_checkpoints, self.world.launchers),
+                Restored(agent),
+            )
         self.agent, self.round = restored.agent, restored.rounds
         self.recorder = Recorder(self.folder, restored, sinks, profile, self.world.size)
         if config.start is not None and not resume:
