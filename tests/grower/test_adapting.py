@@ -206,7 +206,7 @@ def test_births_wait_for_the_head_and_happen_once() -> None:
     ],
 )
 def test_verdicts_by_hand(value: float, error: float, step: int, age: int, expected: list[str]) -> None:
-    """Beyond its error after the trial of two steps; at the end, what lowers the loss stays, and what raises it goes."""
+    """Beyond its error after the trial of two steps. At the end, what lowers the loss stays and what raises it goes."""
     adaptation = stage(12, worths={"stage1.norm": Measurement(value, error)})
     held = {"stage": SeedStage.HOLDING, "blueprint": "affine", "steps_in_stage": age, "germinations": 1}
     actions = adaptation.rule(report({"stage1.norm": {}}, 0, step, **held))
