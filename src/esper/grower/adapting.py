@@ -2,7 +2,7 @@
 
     first step      choose norm statistics, the original ones or those of the new data, by validation loss
     a sixth of it   train the head; then fit the temperature of the logits and germinate
-    afterwards      commit seeds that help, judged in groups by silencing each group
+    afterwards      fit the temperature again; commit seeds that help, judged in groups by silencing each group
     last steps      commit or prune the rest
 
 The rule buys what a benchmark found to pay. Norms are adapted first, all of them if the budget allows. The rest buys
@@ -99,8 +99,12 @@ class Adaptation:
         self.statistics, self.temperature = notes["statistics"], float.fromhex(notes["temperature"])
 
     def fits_at(self, step: int) -> bool:
-        """Whether the temperature is to be fitted after this step."""
-        return step == head_steps(self.steps)
+        """Whether the temperature is to be fitted after this step: ever since the head is trained.
+
+        At an old temperature, silencing a group that makes the model surer or less sure would change the loss for
+        that alone.
+        """
+        return step >= head_steps(self.steps)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

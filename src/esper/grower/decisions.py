@@ -190,7 +190,8 @@ class Decider:
         if scored.scores is not None and None in scored.scores.graded and adaptation.fits_at(self.step):
             adaptation.temperature = TEMPERATURES[int(scored.scores.graded[None].argmin())]
             self.scorer.temperature = adaptation.temperature
-            remarks.append(f"logits are compared at temperature {adaptation.temperature:.2g}")
+            if self.step == head_steps(self.steps):
+                remarks.append(f"logits are compared at temperature {adaptation.temperature:.2g}")
         return tuple(remarks)
 
     def _set_unit(self, loss: float) -> None:
