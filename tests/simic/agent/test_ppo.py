@@ -25,6 +25,7 @@ from esper.leyline import LifecycleOp
 from esper.simic.agent import PPOAgent, PPOConfig, Step, TamiyoRolloutBuffer, losses
 from esper.simic.agent.minibatch import Reference, prepare_round
 from esper.simic.control import ReturnNormalizer
+from esper.simic.training.config import growth_ppo
 from esper.tamiyo import discrete_table, vector_layout
 
 WHOLE: dict[str, Any] = {"epochs": 1, "minibatches": 1, "clip_norm": 1e9, "target_kl": None}
@@ -296,8 +297,9 @@ def probabilities(agent: PPOAgent, seen: Tensor) -> Tensor:
 
 
 def test_a_collapsed_head_comes_back() -> None:
-    """The penalty on logits brings it back within 200 updates; without it the entropy's gradient is too small."""
-    penalised, free = bandit(PPOConfig().logit_penalty), bandit(0.0)
+    """The penalty on logits with which controllers learn brings it back within 200 updates; without it the entropy's
+    gradient is too small."""
+    penalised, free = bandit(growth_ppo().logit_penalty), bandit(0.0)
     print("with penalty:", [round(value, 4) for value in penalised[19::20]], len(penalised))
     print("without:", [round(value, 4) for value in free[19::20]])
     assert penalised[-1] > 0.5

@@ -77,8 +77,9 @@ class PPOConfig:
     """Initial coefficient of the normalised entropy, mean over heads."""
     entropy_end: float = 0.1
     """Share of it at the end of the run."""
-    logit_penalty: float = 3e-3
-    """Coefficient of the variance of the legal logits, mean over heads; it restores collapsed heads."""
+    logit_penalty: float = 3e-4
+    """Coefficient of the variance of the legal logits, mean over heads; it restores collapsed heads, but keeps a policy
+    from becoming certain."""
     explore: float = 0.05
     """Initial share of uniform choices in the policy; it falls to 0 at `explore_until`, and is 0 in evaluation."""
     explore_until: float = 0.6

@@ -23,7 +23,9 @@ PATHS = ("data_dir", "start")  # settings that JSON and TOML hold as text
 
 def growth_ppo() -> PPOConfig:
     """PPO's defaults for growth: episodes are dear, so rounds are small and steps large (docs/ppo.md)."""
-    return PPOConfig(gamma=1.0, normalise_rewards=False, rate=3e-3, rate_end=0.1, epochs=8, target_kl=0.1)
+    return PPOConfig(
+        gamma=1.0, normalise_rewards=False, rate=3e-3, rate_end=0.1, epochs=8, target_kl=0.1, logit_penalty=3e-3
+    )
 
 
 @dataclass(frozen=True)
