@@ -4,7 +4,7 @@
     python benchmarks/plan_table.py --task cifar_growth --rates 0.05 0.1 0.2 --shifts 2 4 --device cuda --keep FOLDER
     python benchmarks/plan_table.py --task cifar_varied --kinds all --hosts 2 --device cuda --keep FOLDER
     python benchmarks/plan_table.py --task shakespeare_char --shapes 2-32 3-32 --epochs 16 --device cuda --keep FOLDER
-    python benchmarks/plan_table.py --task digits_varied --hosts 8 --told told.json
+    python benchmarks/plan_table.py --task digits_varied --hosts 8 --told told.json --plan plan.json
 
 A task is laid out by this: the length of its episodes, its slots, its budget, its rate and augmentation, and the kinds
 of its hosts. Every combination of --epochs, --rates, --shifts and --shapes is a setting; with --keep a stopped call
@@ -181,6 +181,13 @@ def pairs(task: Task, singles: Sequence[Plan], means: Tensor, most: int) -> list
     return sorted(found, key=lambda plan: -sum(value[Plan((seed,))] for seed in plan.seeds))[:most]
 
 
+def pairs_of_kinds(table: Table, singles: Sequence[Plan], objectives: Tensor, most: int) -> list[Plan]:
+    """The best pairs for all hosts and, if there are several kinds, for each of them; objectives (singles, hosts)."""
+    own = objectives.split(table.arguments.hosts, 1) if len(table.seeds) > 1 else ()
+    found = [pairs(table.task, singles, some.mean(1), most) for some in (objectives, *own)]
+    return list(dict.fromkeys(plan for some in found for plan in some))
+
+
 def report_kind(title: str, plans: Sequence[Plan], figures: Tensor, most: int) -> None:
     """The best plans of a kind; mean and standard error over hosts."""
     means = figures.mean(1)
@@ -219,7 +226,7 @@ def report_setting(arguments: argparse.Namespace, setting: Setting) -> dict[str,
     singles = [plan for plan in extensions(Plan(), table.task) if plan.seeds[0].germinate_at == 0]
     plans = [*singles, Plan()]
     figures = table.play(plans)
-    if longer := pairs(table.task, singles, figures[:-1, :, 0].mean(1), arguments.pairs):
+    if longer := pairs_of_kinds(table, singles, figures[:-1, :, 0], arguments.pairs):
         plans, figures = [*plans, *longer], torch.cat([figures, table.play(longer)])
     by_kind = dict(zip(table.seeds, figures.split(arguments.hosts, 1), strict=True))
     for kind, own in list(by_kind.items())[: arguments.show_kinds]:
@@ -237,6 +244,8 @@ def report_setting(arguments: argparse.Namespace, setting: Setting) -> dict[str,
     if arguments.told is not None:
         best = {kind: plans[int(own[..., 0].mean(1).argmax())] for kind, own in by_kind.items()}
         replace_file(arguments.told, json.dumps(encode(best), indent=1) + "\n")
+    if arguments.plan is not None:
+        replace_file(arguments.plan, json.dumps(encode(plans[int(figures[..., 0].mean(1).argmax())]), indent=1) + "\n")
     if arguments.hosts > 1:
         told, common = worth_of_knowing(by_kind)
         content |= {"told": told, "best_plan": common}
@@ -257,7 +266,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--budget", default="task", help="parameters, `task` for the task's, or `none`")
     parser.add_argument("--hosts", type=int, default=4, help="of each kind")
-    parser.add_argument("--pairs", type=int, default=0, help="also play this many pairs of the best seeds")
+    parser.add_argument("--pairs", type=int, default=0, help="also play this many pairs of the best seeds, per kind")
     parser.add_argument("--show", type=int, default=12, help="plans per table")
     parser.add_argument("--show-kinds", type=int, default=9, help="tables per setting")
     parser.add_argument("--seed", type=int, default=0)
@@ -265,6 +274,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--keep", type=Path, default=None, help="folder from which a stopped call continues")
     parser.add_argument("--told", type=Path, default=None, help="write the best plan of each kind, for `told:FILE`")
+    parser.add_argument("--plan", type=Path, default=None, help="write the best plan for all, for `schedule:FILE`")
     parser.add_argument("--name", default="", help="added to the name of the JSON")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

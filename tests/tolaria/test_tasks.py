@@ -29,7 +29,7 @@ TABLE = {
     "cifar_impaired": (20, 40, 256, 2_000, 10, 77, THREE_SLOTS, 4, True),
     "cifar_scale": (20, 40, 256, 2_000, 10, 99_922, (*THREE_SLOTS, "r1c3", "r1c4"), 4, True),
     "cifar_growth": (20, 62, 256, 2_000, 10, 6_418, FIVE_SLOTS, 4, True),
-    "cifar_varied": (20, 62, 256, 2_000, 10, 6_418, FIVE_SLOTS, 4, True),
+    "cifar_varied": (20, 94, 256, 2_000, 10, 6_418, FIVE_SLOTS, 4, True),
     "shakespeare_char": (20, 40, 32, 100_000, 65, 212_224, ("r0c0", "r0c1", "r0c2"), 0, False),
 }
 
