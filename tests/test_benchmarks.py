@@ -38,6 +38,7 @@ LIBRARIES = {
     "random_growth.py",
     "watched_folder.py",
 }
+PAIRS = ["--hosts", "2", "--pairs", "1"]
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.name not in LIBRARIES)
 
 
@@ -70,7 +71,7 @@ def test_help(
         ("grower_cost", ["--pairs", "2", "--images", "32"]),
         ("record_throughput", ["--episodes", "40", "--minibatch", "16"]),
         ("loop_profile", ["--task", "digits_blind", "--hosts", "4", "--episodes", "1", "--minibatches", "1"]),
-        ("plan_table", ["--task", "digits_varied", "--slots", "r1c0", "--kinds", "none", "1n-3w-3w", "--hosts", "2"]),
+        ("plan_table", ["--task=digits_varied", "--slots", "r1c0", "r1c1", "--kinds", "none", "1n-3w-3w", *PAIRS]),
         ("sensing", ["--task", "digits_varied", "--hosts", "3", "--minibatches", "1"]),
         ("suggest", ["--cases", "digits", "--seeds", "1", "--epochs", "2", "--trial", "2", "--minibatches", "2"]),
         ("transfer", ["--tasks", "digits_blind_two_slots", "--hosts", "2"]),
