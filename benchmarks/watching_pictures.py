@@ -21,7 +21,7 @@ from esper.karn.terminal.opening import runs_in
 
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH = 100
-HEIGHTS = {"overview": 34, "fleet": 14, "host": 36, "decisions": 22, "log": 16, RUNS: 12}
+HEIGHTS = {"overview": 34, "fleet": 14, "host": 36, "decisions": 23, "log": 16, RUNS: 12}
 """Lines of each screen, so that none is mostly empty"""
 COLOURS = 256
 """Of a picture; more would only make the files larger"""
@@ -55,29 +55,30 @@ async def screens(arguments: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def paint(drawings: dict[str, str], out: Path) -> list[Path]:
+def save(picture: Image.Image, path: Path) -> None:
+    """Write a small PNG and say where it is."""
+    few = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+def paint(drawings: dict[str, str], out: Path) -> None:
     """Write every SVG as PNG."""
     from playwright.sync_api import sync_playwright
 
-    written = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         for name, drawing in drawings.items():
             page = browser.new_page(viewport={"width": 1100, "height": 900})
             page.set_content(f"<style>body{{margin:0}}svg{{display:block;width:1100px}}</style>{drawing}")
             shot = Image.open(io.BytesIO(page.locator("svg").first.screenshot(omit_background=False)))
-            path = out / f"watch-{name}.png"
-            shot.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-                path, optimize=True
-            )
-            written.append(path)
+            save(shot, out / f"watch-{name}.png")
             page.close()
         browser.close()
-    return written
 
 
 def main() -> None:
-    """Write the pictures and say where they are."""
+    """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--runs", type=Path, help="folder of the list of runs (default: the one that the run is in)")
@@ -85,8 +86,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, help="where the cursor stands on the screen of the host (default: the end)")
     parser.add_argument("--out", type=Path, default=DOCS)
     arguments = parser.parse_args()
-    for path in paint(asyncio.run(screens(arguments)), arguments.out):
-        print(f"{path}: {path.stat().st_size:,} bytes")
+    paint(asyncio.run(screens(arguments)), arguments.out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from esper.karn.palette import BLUE, MUTED, STAGES, VERMILION
 from esper.kasmina import Comparison
 from esper.leyline import GateRefusedError, SeedStage
 from esper.tolaria import HostTrainer, get_task
@@ -99,33 +100,24 @@ def draw(moments: list[Moment], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    colours = {
-        "GERMINATED": "#d9ead3",
-        "TRAINING": "#fff2cc",
-        "BLENDING": "#cfe2f3",
-        "HOLDING": "#d9d2e9",
-        "FOSSILIZED": "#ead1dc",
-    }
     figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
     for step, moment in enumerate(moments):
-        if moment.stage.name in colours:
-            axis.axvspan(step - 0.5, step + 0.5, color=colours[moment.stage.name], lw=0)
-    for name in colours:
-        inside = [step for step, moment in enumerate(moments) if moment.stage.name == name]
+        if moment.stage in STAGES:
+            axis.axvspan(step, step + 1, color=STAGES[moment.stage], alpha=0.3, lw=0)
+    for stage in STAGES:
+        inside = [step for step, moment in enumerate(moments) if moment.stage is stage]
         if inside:
-            middle, rotation = (inside[0] + inside[-1]) / 2, 90 if len(inside) < 3 else 0
-            axis.text(middle, 115, name.lower(), ha="center", va="top", fontsize=8, rotation=rotation)
-    axis.plot([moment.accuracy for moment in moments], "o-", color="#20639b", label="validation accuracy (%)")
-    shadow = [(step, m.accuracy + m.audition) for step, m in enumerate(moments) if m.audition is not None]
-    axis.plot(*zip(*shadow, strict=True), "x--", color="#e69138", label="with the seed at full strength (audition)")
-    axis.set(
-        xlabel="step", ylabel="%", ylim=(0, 118), xticks=range(0, len(moments), 2), title="One seed in a blind host"
-    )
+            middle, rotation = (inside[0] + inside[-1] + 1) / 2, 90 if len(inside) < 3 else 0
+            axis.text(middle, 132, stage.name.lower(), ha="center", va="top", fontsize=8, rotation=rotation)
+    trained = range(1, len(moments) + 1)  # a step is measured after its training
+    axis.plot(trained, [moment.accuracy for moment in moments], "o-", color=BLUE, label="validation accuracy (%)")
+    shadow = [(at, m.accuracy + m.audition) for at, m in zip(trained, moments, strict=True) if m.audition is not None]
+    axis.plot(*zip(*shadow, strict=True), "x--", color=VERMILION, label="with the seed at full strength (audition)")
+    axis.set(xlabel="steps trained", xlim=(0, len(moments)), xticks=range(0, len(moments) + 1, 2))
+    axis.set(ylabel="%", ylim=(0, 135), yticks=range(0, 101, 20), title="One seed in a blind host")
     strength = axis.twinx()
-    strength.step(
-        range(len(moments)), [moment.alpha for moment in moments], where="mid", color="#999999", label="alpha"
-    )
-    strength.set(ylim=(0, 1.18), ylabel="alpha")
+    strength.stairs([moment.alpha for moment in moments], baseline=None, color=MUTED, linewidth=1.5, label="alpha")
+    strength.set(ylim=(0, 1.35), yticks=[share / 5 for share in range(6)], ylabel="alpha")
     handles = [line for ax in (axis, strength) for line in ax.get_legend_handles_labels()[0]]
     axis.legend(handles=handles, loc="lower right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

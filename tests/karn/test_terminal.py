@@ -15,6 +15,9 @@ from textual.widgets import Footer
 from esper.cli import main
 from esper.karn.terminal import runs_in, watch
 from esper.karn.terminal.app import KEYS, HelpScreen, WatchApp
+from esper.karn.terminal.drawing import sparkline
+from esper.karn.terminal.host_view import BORDER, host_lines
+from esper.karn.terminal.moment import Watched
 from esper.karn.terminal.widgets import Fleet, Lines
 from esper.leyline import BadValueError
 
@@ -49,7 +52,15 @@ def test_the_screens_of_a_run(tmp_path: Path) -> None:
         see(app, "gain in points over/under its control", "slots from the input on: r1c0, r1c1")
         see(app, "   0 F ·    47.0   +3.5")
         await pilot.press("3")
-        see(app, "host 0", "accuracy 47.0 %, control 43.5 %, gain +3.50 points", "r1c0", "▲", "★", "F fossilized")
+        see(
+            app,
+            "host 0",
+            "accuracy 47.0 %, control 43.5 %, live gain +3.50; objective +3.00",
+            "r1c0",
+            "▲",
+            "★",
+            "F fossilized",
+        )
         app.query_one("#host", Lines).scroll_end(animate=False)
         await pilot.pause()
         see(app, "+1.25 ± 0.25", "WAIT", "70.0 %", "step    1: germinate depthwise r1c0")
@@ -114,6 +125,34 @@ def test_replay(tmp_path: Path) -> None:
         assert (app.watched.number, app.watched.running) == (0, True)
 
     drive([complete_run(tmp_path)], steps, replay=True, speed=1.0)
+
+
+def test_the_inverted_column_stands_where_the_numbers_come_from(tmp_path: Path) -> None:
+    """Letter, alpha and curve in it are those after the steps trained; after the last step too."""
+    watched = Watched.of(complete_run(tmp_path))
+    watched.poll(5.0)
+    host = watched.host()
+    assert host is not None
+    for trained in range(9):
+        watched.trained = trained
+        lines = host_lines(watched, 80, 24)
+        lane = next(line for line in lines if line.plain.startswith("r1c0"))
+        (column,) = (span.start for span in lane.spans if span.style == BORDER)
+        seed = host.at(trained).get("r1c0")
+        alpha = None if seed is None or seed.alpha == 0.0 else seed.alpha
+        assert lane.plain[column] in ("·" if seed is None else f"{seed.stage.letter}▲★")
+        assert lines[lines.index(lane) + 1].plain[column] == sparkline([alpha], 1, (0.0, 1.0))
+        drawn = [row for row in range(1, 5) if "⠀" < lines[row].plain[column] <= "⣿"]
+        assert bool(drawn) == (trained > 0)
+        # The accuracy goes from 40 to 47 in 7 steps, over 4 rows of 4 dots from bottom to top.
+        assert not drawn or drawn[0] == 1 + round((8 - trained) / 7 * 15) // 4
+
+
+def test_the_run_among_its_evaluated_policies(tmp_path: Path) -> None:
+    """It is marked, under its path or the end of it."""
+    watched = Watched.of(write_run(tmp_path / "first"))
+    names = (str(tmp_path / "first"), f"{tmp_path.name}/first", "first", "learned", "heuristic", "other/first", "")
+    assert [watched.is_named(name) for name in names] == [True] * 4 + [False] * 3
 
 
 def test_rounds_and_hosts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ Attributes = dict[str, str]
 FILM_CAPTION = (
     "The network after each step. Grey blocks are the host, in the order in which data pass them. A seed hangs over its"
     " slot under the name of its blueprint: colour and letter are its stage, and it swells with its alpha (α). Below,"
-    " the curve up to the step; a faint curve is still to come."
+    " the curve up to the step; a faint curve is still to come. Dashed: the control, if there is one."
 )
 TEXT = "text"
 """The key of an element's content among its attributes"""

@@ -47,7 +47,7 @@ def _learning(column: str, title: str, unit: str, band: Band, *, zero: bool = Fa
 
 LEARNING = (
     _learning("objective", "Objective", "points", "hosts", zero=True),
-    _learning("gain", "Gain over the control", "points", "hosts", zero=True),
+    _learning("gain", "Gain of committed seeds", "points", "hosts", zero=True),
     _learning("added_parameters", "Added parameters", "parameters per host", "hosts"),
     _learning("committed", "Hosts with a committed seed", "share of hosts", "share"),
 )

@@ -20,7 +20,7 @@ def summary_section(run: RunState) -> list[Markup]:
     facts = {
         "run": str(run.path),
         "task": run.setting("task"),
-        "seed": run.setting("seed"),
+        "random seed": run.setting("seed"),
         "rounds": f"{len(run.rounds)} complete of {run.setting('rounds')}",
         "hosts per round": _present("{0}, controls included; {1} beside each control", run.config, "hosts", "members"),
         "steps per episode": run.steps if run.rounds else None,

@@ -39,7 +39,7 @@ def host(run: GrowthRun, asked: Asked) -> list[Markup]:
     film = film_element(film_of_growth(run), "film", FILM_CAPTION, asked.step)
     exact = asked._replace(round=None, host=None)
     decided = [element("h2", "Decisions"), *decisions_table(history)]
-    return [film, saving(exact), seeds_table(history, run.slots), *decided]
+    return [film, saving(exact), *seeds_table(history, run.slots), *decided]
 
 
 def decisions(run: GrowthRun) -> list[Markup]:

@@ -75,7 +75,8 @@ def fleet_grid(hosts: Sequence[HostHistory], slots: Sequence[str], asked: Asked,
         )
     what = "gain" if by_gain else "accuracy" if any(any(host.accuracies) for host in hosts) else "loss"
     head = element("tr", *(element("th", name, scope="col") for name in ("host", "slots", f"{what} by step", what)))
-    unit = "points of accuracy over the control" if by_gain else "in %" if what == "accuracy" else "on validation data"
+    unit = "in %" if what == "accuracy" else "on validation data"
+    unit = "that of all acting seeds, in points of accuracy over the control" if by_gain else unit
     curves = f"The {what} is {unit}; each curve has a scale of its own, and its dashed line is zero."
     order = (
         f"Slots from left to right: {', '.join(slots) or 'none yet'}; the dark bar below a slot is its alpha, 0 to 1."
@@ -98,7 +99,7 @@ def key_of_stages() -> Markup:
     return element("p", *keys, element("span", element("b", "·"), "empty", class_="key"), class_="legend keys")
 
 
-def seeds_table(history: HostHistory, slots: Sequence[str]) -> Markup:
+def seeds_table(history: HostHistory, slots: Sequence[str]) -> list[Markup]:
     """The slots that are not empty, with what was measured of their seeds."""
     seeds = history.at()
     rows = [
@@ -114,15 +115,15 @@ def seeds_table(history: HostHistory, slots: Sequence[str]) -> Markup:
         for slot in slots
         if (seed := seeds.get(slot)) is not None
     ]
+    title = element("h2", f"Seeds after step {history.trained}, the last one trained")
     if not rows:
-        return note("All slots are empty.")
+        return [title, note("All slots are empty.")]
     head = ("slot", "stage", "blueprint", "alpha", "born at", "audition", "contribution")
-    return table(
-        head,
-        rows,
-        f"After the last trained step, {history.trained}. Audition: what a seed would gain if it acted; contribution: "
-        "what the host would lose without it. In points of accuracy ± standard error.",
+    caption = (
+        "Audition: what a seed would gain if it acted; contribution: what the host would lose without it. In points of "
+        "accuracy ± standard error. A contribution may exceed the gain, because the host comes to rely on its seeds."
     )
+    return [title, table(head, rows, caption)]
 
 
 def shown(measured: Measurement | None) -> str:

@@ -42,11 +42,11 @@ def progress(state: RunState) -> dict[str, object]:
     pace, planned = pace_of(state), state.setting("rounds")
     facts: dict[str, object] = {
         "task": state.setting("task"),
-        "seed": state.setting("seed"),
+        "random seed": state.setting("seed"),
         "rounds": f"{len(state.rounds)} complete of {planned}",
     }
     if pace.episodes_per_hour is not None:
-        facts["episodes per hour"] = f"{pace.episodes_per_hour:,.0f} of hosts that grow"
+        facts["speed"] = f"{pace.episodes_per_hour:,.0f} episodes per hour (growing hosts)"
     if pace.seconds_left:
         facts["time left"] = _duration(pace.seconds_left)
     return facts
@@ -99,7 +99,7 @@ def host(state: RunState, asked: Asked) -> list[Markup]:
         head,
         film_element(film, "film", FILM_CAPTION, asked.step),
         saving(exact),
-        seeds_table(history, state.slots),
+        *seeds_table(history, state.slots),
     ]
     parts += [element("h2", "Decisions"), *decisions_table(history)]
     if history.outcome is not None:

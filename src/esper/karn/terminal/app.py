@@ -67,7 +67,8 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         lines = [heading("Keys"), *(styled((f"{keys:<28}", "sky"), meaning) for keys, meaning in KEYS.items())]
-        lines += [Text(end=""), heading("Stages"), *legend(74), Text(end="")]
+        lines += [Text(end=""), heading("Stages"), *legend(74)]
+        lines += [styled("commit = fossilized, cut = pruned"), Text(end="")]
         lines.append(
             styled(
                 "gains and objectives are points of accuracy: ",
@@ -103,11 +104,11 @@ class WatchApp(App[None]):
         Binding("question_mark", "help", "help", key_display="?"),
         Binding("q", "quit", "quit"),
         Binding("space", "pause", "play"),
-        Binding("comma", "step(-1)", "back", key_display=","),
-        Binding("full_stop", "step(1)", "on", key_display="."),
-        Binding("left_square_bracket", "round(-1)", "round back", key_display="["),
-        Binding("right_square_bracket", "round(1)", "on", key_display="]"),
-        Binding("n", "host(1)", "host"),
+        Binding("comma", "step(-1)", "or", key_display=","),
+        Binding("full_stop", "step(1)", "step", key_display="."),
+        Binding("left_square_bracket", "round(-1)", "or", key_display="["),
+        Binding("right_square_bracket", "round(1)", "round", key_display="]"),
+        Binding("n", "host(1)", "next host"),
         Binding("f", "follow", "newest"),
         Binding("b", "host(-1)", "host before", show=False),
         Binding("p", "replay", "replay", show=False),

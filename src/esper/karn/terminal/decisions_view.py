@@ -39,6 +39,9 @@ def decision_lines(watched: Watched, width: int, height: int) -> list[Text]:
                 f" {shares[-1]:4.0f} % {everything:3.0f} %",
             )
         )
+    if state.setting("preset") == "commit":
+        rule = "preset commit: the policy waits or germinates; a rule advances, commits and cuts"
+        lines.append(styled((rule, "muted")))
     return lines
 
 
@@ -73,7 +76,7 @@ def _maps(state: RunState, width: int) -> list[Text]:
     for index in range(1, len(SHADES)):
         _shade(key, index / (len(SHADES) - 1))
     ends = ", ".join(f"{most:.2f} {name.lower()}" for name, (_, most) in zip(names, maps, strict=True))
-    return [*lines, key.append(f" from few to most: {ends} per host; blank: none", COLOURS["muted"])]
+    return [*lines, key.append(f" yellow and full: up to {ends} per host; blank: 0", COLOURS["muted"])]
 
 
 def _columns(values: list[float], width: int) -> list[float]:

@@ -16,8 +16,6 @@ BARS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
 COLOURS = {name: dark for name, (_, dark) in PALETTE.items()}
 STYLES = {name: Style.parse(colour) for name, colour in COLOURS.items()}
-LINES = ("blue", "muted", "orange", "purple", "olive", "sky")
-"""Colours of the curves of one chart, the most important first"""
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character, by row and column"""
 AXIS = 8
@@ -107,47 +105,43 @@ def sparkline(values: Values, width: int, span: tuple[float, float] | None = Non
     return "".join(marks).ljust(width)
 
 
-def chart(curves: Sequence[Values], width: int, height: int, *, form: str = "+.1f", zero: bool = False) -> list[Text]:
-    """Curves over a common axis. The first is drawn in dots, the others in characters of their own."""
-    columns = max(1, width - AXIS)
-    low, high = limits(*curves, *([[0.0]] if zero else []))
-    cells = [[0] * columns for _ in range(height)]
-    others: dict[tuple[int, int], tuple[str, int]] = {}
-
-    def level(value: float, rows: int) -> int:
-        return min(rows - 1, max(0, round((high - value) / (high - low) * (rows - 1))))
-
-    def place(index: int, count: int, across: int) -> int:
-        return index * (across - 1) // max(1, count - 1) if count > 1 else 0
-
-    longest = max((len(curve) for curve in curves), default=0)
-    for order, curve in enumerate(curves):
-        known = [(place(i, longest, 2 * columns), v) for i, v in enumerate(curve) if v is not None and math.isfinite(v)]
-        for (x, value), (end, following) in zip(known, [*known[1:], *known[-1:]], strict=True):
-            for between in range(x, max(end, x + 1)):
-                share = (between - x) / (end - x) if end > x else 0.0
-                y = level(value + share * (following - value), 4 * height)
-                if order:
-                    others.setdefault((y // 4, between // 2), ("╌·∙"[(order - 1) % 3], order))
-                else:
-                    cells[y // 4][between // 2] |= DOTS[y % 4][between % 2]
-    baseline = level(0.0, 4 * height) // 4 if zero else -1
-    return [_row(row, bits, others, high, low, height, form, row == baseline) for row, bits in enumerate(cells)]
+def chart(
+    curve: Values, width: int, height: int, *, dashed: Values = (), form: str = "+.1f", zero: bool = False
+) -> list[Text]:
+    """A curve in dots, and perhaps a dashed one over the same axes."""
+    columns, rows = max(1, width - AXIS), range(height)
+    low, high = limits(curve, dashed, *([[0.0]] if zero else []))
+    size = max(len(curve), len(dashed)), 2 * columns, 4 * height
+    solid, other = (_dots(values, *size, (low, high)) for values in (curve, dashed))
+    baseline = _level(0.0, (low, high), 4 * height) // 4 if zero else -1
+    labels = {baseline: "0", rows[-1]: f"{low:{form}}", 0: f"{high:{form}}"}
+    return [_row(labels.get(row, ""), solid[row], other[row], row == baseline) for row in rows]
 
 
-def _row(
-    row: int, bits: Sequence[int], others: dict[tuple[int, int], tuple[str, int]], high: float, low: float, height: int,
-    form: str, is_zero: bool,
-) -> Text:  # fmt: skip
-    """One row of a chart, with its label where it is the first or the last."""
-    label = f"{high:{form}}" if row == 0 else f"{low:{form}}" if row == height - 1 else "0" if is_zero else ""
+def _level(value: float, span: tuple[float, float], down: int) -> int:
+    low, high = span
+    return min(down - 1, max(0, round((high - value) / (high - low) * (down - 1))))
+
+
+def _dots(values: Values, count: int, across: int, down: int, span: tuple[float, float]) -> list[list[int]]:
+    """Braille bits of a curve by row and column of characters. `across` dots have room for `count` values."""
+    cells = [[0] * (across // 2) for _ in range(down // 4)]
+    places = (index * (across - 1) // max(1, count - 1) for index in range(len(values)))
+    known = [(x, v) for x, v in zip(places, values, strict=True) if v is not None and math.isfinite(v)]
+    for (x, value), (end, following) in zip(known, [*known[1:], *known[-1:]], strict=True):
+        for between in range(x, max(end, x + 1)):
+            share = (between - x) / (end - x) if end > x else 0.0
+            y = _level(value + share * (following - value), span, down)
+            cells[y // 4][between // 2] |= DOTS[y % 4][between % 2]
+    return cells
+
+
+def _row(label: str, solid: Sequence[int], dashed: Sequence[int], is_zero: bool) -> Text:
+    """One row of a chart. Of the dashed curve, every other character is drawn."""
     line = styled((f"{label[: AXIS - 1]:>{AXIS - 1}}", "muted"), ("┤" if label else "│", "faint"))
-    for column, dots in enumerate(bits):
-        if dots:
-            line.append(chr(0x2800 + dots), COLOURS[LINES[0]])
-        elif (row, column) in others:
-            mark, order = others[row, column]
-            line.append(mark, COLOURS[LINES[order % len(LINES)]])
+    for column, (dots, others) in enumerate(zip(solid, dashed, strict=True)):
+        if both := dots | (0 if column % 2 else others):
+            line.append(chr(0x2800 + both), COLOURS["blue" if dots else "muted"])
         else:
             line.append("┄" if is_zero else " ", COLOURS["faint"])
     return line

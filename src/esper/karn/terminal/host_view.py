@@ -1,5 +1,6 @@
 """One host: its curve against the control, its slots over time, its seeds, and what the policy considered."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from rich.style import Style
@@ -52,23 +53,24 @@ def _curve(host: HostHistory, trained: int, width: int, rows: int) -> list[Text]
     unit = " %" if has_accuracy else ""
     title = styled((f"host {host.env}", "bold"), f"  {what} {number(host.value(curve, trained), form)}{unit}")
     if control:
-        title.append(f", control {number(host.value(control, trained), form)}{unit}, gain {number(gains)} points")
+        title.append(f", control {number(host.value(control, trained), form)}{unit}, live gain {number(gains)}")
     if host.outcome is not None:
-        title.append(f"; objective in the end {host.outcome.objective:+.2f}", COLOURS["green"])
-    own = _stretched(curve, host, width)
-    lines = [title, *chart([own, _stretched(control, host, width)] if control else [own], width, rows, form=form)]
-    others = [("╌ its control ", "muted")] if control else []
+        title.append(f"; objective {host.outcome.objective:+.2f} at the end", COLOURS["green"])
+    moments = _moments(host, 2 * max(1, width - AXIS))
+    own, other = ([host.value(values, at) for at in moments] for values in (curve, control))
+    lines = [title, *chart(own, width, rows, dashed=other, form=form)]
+    others = [("⠒ ⠒ its control ", "muted")] if control else []
     span = f" from step {host.begins_after} to {host.steps}"
     return [
         *lines,
-        styled(f"{'':{AXIS}}", (f"⠒ {what} of the host{' in %' if unit else ''} ", "blue"), *others, (span, "muted")),
+        styled(f"{'':{AXIS}}", (f"⠒⠒ {what} of the host{' in %' if unit else ''} ", "blue"), *others, (span, "muted")),
     ]
 
 
-def _stretched(curve: Sequence[float | None], host: HostHistory, width: int) -> list[float | None]:
-    """A value per half column of the whole episode, so that charts and lanes have one axis."""
-    columns, steps = 2 * max(1, width - AXIS), max(1, host.steps - host.begins_after)
-    return [curve[i] if (i := column * steps // columns) < len(curve) else None for column in range(columns)]
+def _moments(host: HostHistory, columns: int) -> list[int]:
+    """The steps trained at each column, the axis of charts and lanes. A column shows the state after them."""
+    count = max(1, host.steps - host.begins_after + 1)
+    return [host.begins_after + column * count // columns for column in range(columns)]
 
 
 def _ending(slot: str) -> str:
@@ -81,30 +83,27 @@ def _lanes(host: HostHistory, order: Sequence[str], trained: int, width: int) ->
     """A lane per slot: the stage of every step, and alpha below where the seed has acted."""
     used = {change.slot for change in host.changes} | set(host.alphas)
     slots = [slot for slot in order if slot in used]
-    columns, steps = max(1, width - AXIS), max(1, host.steps - host.begins_after)
+    moments, last = _moments(host, max(1, width - AXIS)), host.trained
+    cursor = min(len(moments) - 1, bisect_left(moments, trained))
     lines = [heading("Slots", "▲ birth ★ commit ✖ cut ! panic; alpha from 0 to 1; inverted: this step"), *legend(width)]
-    begins = [host.begins_after + column * steps // columns for column in range(columns)]
-    last = host.trained
     marks = {(change.slot, change.at): MARKS[change.target] for change in host.changes if change.target in MARKS}
     panics = {panic.step + 1 for panic in host.panics}
-    stages: dict[int, dict[str, SeedStage]] = {
-        at: {slot: seed.stage for slot, seed in host.at(at).items()} for at in dict.fromkeys(begins) if at <= last
-    }
+    known = {at: host.at(at) for at in dict.fromkeys(moments) if at <= last}
     for slot in slots:
         lane = styled(f"{_ending(slot)} ")
-        for column, at in enumerate(begins):
-            first = column == 0 or begins[column - 1] != at
-            text, style = stage_cell(stages.get(at, {}).get(slot, SeedStage.DORMANT))
+        seeds = [known.get(at, {}).get(slot) for at in moments]
+        for column, (at, seed) in enumerate(zip(moments, seeds, strict=True)):
+            first = column == 0 or moments[column - 1] != at
+            text, style = stage_cell(SeedStage.DORMANT if seed is None else seed.stage)
             text = marks.get((slot, at), "!" if at in panics else text) if first else text
             if at > last:
                 text, style = " ", Style.null()
-            lane.append(text, BORDER if first and at == trained else style)
+            lane.append(text, BORDER if column == cursor else style)
         lines.append(lane)
         if any(host.alphas.get(slot, [])):
-            alphas = host.alphas[slot]
-            own = [alphas[at - host.begins_after] if at - host.begins_after < len(alphas) else 0.0 for at in begins]
-            shown = [alpha if alpha > 0 else None for alpha in own]
-            lines.append(styled((f"{'alpha':>{AXIS - 1}} ", "muted"), (sparkline(shown, columns, (0.0, 1.0)), "sky")))
+            shown = [seed.alpha if seed is not None and seed.alpha > 0 else None for seed in seeds]
+            bars = sparkline(shown, len(shown), (0.0, 1.0))
+            lines.append(styled((f"{'alpha':>{AXIS - 1}} ", "muted"), (bars, "sky")))
     if not slots:
         lines.append(styled(("no seed has been germinated", "muted")))
     return lines

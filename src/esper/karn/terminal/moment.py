@@ -46,6 +46,11 @@ class Watched:
         """The name of its folder."""
         return self.follower.path.resolve().name
 
+    def is_named(self, policy: str) -> bool:
+        """Whether a policy of an evaluation is this run: by its path, the end of it, or as `esper demo` calls it."""
+        parts = Path(policy).parts
+        return policy == "learned" or (bool(parts) and self.follower.path.resolve().parts[-len(parts) :] == parts)
+
     def poll(self, seconds: float) -> bool:
         """Read what is new; whether anything has changed."""
         changed = self.follower.poll(seconds)

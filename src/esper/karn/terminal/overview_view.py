@@ -48,12 +48,15 @@ def _standing(watched: Watched, state: RunState, width: int) -> list[Text]:
     ]
     last = min(RECENT, len(state.rounds))
     rows = [
-        (f"this run, last {f'{last} rounds' if last > 1 else 'round'} of training", own, "green"),
+        (f"in training, last {f'{last} rounds' if last > 1 else 'round'} (other hosts)", own, "green"),
         ("control (never grows)", 0.0, "muted"),
     ]
-    rows += [(f"{name}, evaluated", value, "sky") for name, value in watched.policies[:MOST_POLICIES]]
+    rows += [
+        (f"{name}{' (this run)' if watched.is_named(name) else ''}, evaluated", value, "sky")
+        for name, value in watched.policies[:MOST_POLICIES]
+    ]
     greatest = max((abs(value) for _, value, _ in rows if value is not None), default=1.0) or 1.0
-    name_width = min(38, max(len(name) for name, _, _ in rows) + 1)
+    name_width = min(40, max(len(name) for name, _, _ in rows) + 1)
     room = max(4, width - name_width - 10)
     for name, value, colour in rows:
         length = 0 if value is None else round(abs(value) / greatest * room)
@@ -72,14 +75,15 @@ def _curves(state: RunState, width: int) -> list[Text]:
         return [Text(end=""), styled(("no round is complete yet; see the fleet", "muted"))]
     wide = width >= 78
     own = (width - 2) // 2 if wide else width
-    panels = [("objective", "points", True), ("gain", "points", True),
-              ("added_parameters", "per host", False), ("committed", "share of hosts", True)]  # fmt: skip
+    panels = [("objective", "objective", "points", True), ("gain", "gain", "of committed seeds", True),
+              ("added_parameters", "added parameters", "per host", False),
+              ("committed", "hosts with a commit", "share", True)]  # fmt: skip
     blocks = []
-    for name, unit, zero in panels:
+    for name, words, unit, zero in panels:
         values = state.series(name)
         form = ".2f" if name == "committed" else ".0f" if name == "added_parameters" else "+.1f"
-        title = heading(name.replace("_", " "), f"{unit}; now {number(values[-1], form)}")
-        blocks.append([title, *chart([compressed(values, 2 * own)], own, CHART_ROWS, form=form, zero=zero)])
+        title = heading(words, f"{unit}; now {number(values[-1], form)}")
+        blocks.append([title, *chart(compressed(values, 2 * own), own, CHART_ROWS, form=form, zero=zero)])
     lines = [Text(end="")]
     if not wide:
         return lines + [line for block in blocks for line in block]
@@ -101,7 +105,7 @@ def _health(state: RunState, width: int) -> list[Text]:
     lines = [
         Text(end=""),
         heading(
-            "Health", f"{counted - len(wrong)} of {counted} numbers are healthy; below: the last round, all rounds"
+            "Health", f"{counted - len(wrong)} of {counted} numbers are healthy; value: last round; bars: all rounds"
         ),
     ]
     lines += [
@@ -153,12 +157,12 @@ def _growth_lines(watched: Watched, state: GrowthRun, width: int) -> list[Text]:
     accuracies, losses = [step.accuracy for step in state.steps], [step.loss for step in state.steps]
     if any(value is not None for value in accuracies):
         lines += [heading("Accuracy", f"percent, on validation data; now {number(accuracies[-1], '.2f')}"),
-                  *chart([accuracies], width, CHART_ROWS + 1, form=".1f")]  # fmt: skip
+                  *chart(accuracies, width, CHART_ROWS + 1, form=".1f")]  # fmt: skip
     if any(value is not None for value in losses):
         lines += [heading("Loss", f"on validation data; now {number(losses[-1], '.4g')}"),
-                  *chart([losses], width, CHART_ROWS, form=".3g")]  # fmt: skip
+                  *chart(losses, width, CHART_ROWS, form=".3g")]  # fmt: skip
     lines += [heading("Grown parameters", f"of {budget:,}"),
-              *chart([[float(step.grown) for step in state.steps]], width, 3, form=",.0f", zero=True)]  # fmt: skip
+              *chart([float(step.grown) for step in state.steps], width, 3, form=",.0f", zero=True)]  # fmt: skip
     if state.finish is not None:
         kept, dropped = (safe(", ".join(slots)) or "none" for slots in state.finish)
         lines.append(styled(("finished: ", "green"), f"kept behind {kept}; dropped behind {dropped}"))

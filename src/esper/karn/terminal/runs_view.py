@@ -15,12 +15,12 @@ HEAD = 3
 
 def run_lines(runs: Sequence[Watched], cursor: int, width: int, height: int) -> list[Text]:
     """A line per run, and below them the one at the cursor."""
-    name = max(10, min(28, width - 72))
-    spark = max(6, width - name - 60)
-    head = f"  {'run':<{name}} {'state':<10} {'done':>9} {'left':>7} {'objective':>9} {'gain':>7} alarms "
+    name = max(10, min(28, width - 77))
+    spark = max(6, width - name - 65)
+    head = f"  {'run':<{name}} {'state':<10} {'done':>9} {'left':>7} {'objective':>9} {'gain':>7} open alarms "
     lines = [
         heading("Runs", "enter opens one; done: rounds, or steps of a Grower; left: time"),
-        styled(("last round: objective and gain in points; of a Grower accuracy in %, or loss", "muted")),
+        styled(("last round, in points: objective, gain of committed seeds; a Grower: % or loss", "muted")),
         styled((head, "muted"), ("by round", "blue")),
     ]
     for index, run in enumerate(runs):
@@ -39,7 +39,7 @@ def _line(run: Watched, selected: bool, name: int, spark: int) -> Text:
         at = f"{state.complete}/{state.config.whole('steps')}"
         unit = " %" if state.steps and state.steps[-1].accuracy is not None else ""
         now = number(curve[-1] if curve else None, ".3g") + unit
-        return styled(*start, f" {at:>9} {left:>7} {now:>9} {'':>15}", (sparkline(curve, spark), "blue"))
+        return styled(*start, f" {at:>9} {left:>7} {now:>9} {'':>20}", (sparkline(curve, spark), "blue"))
     at = f"{state.complete + 1}/{safe(state.setting('rounds'))}"
     last = state.rounds[-1].columns if state.rounds else {}
     alarms = len(open_alarms(state.alarms))
@@ -47,6 +47,6 @@ def _line(run: Watched, selected: bool, name: int, spark: int) -> Text:
     return styled(
         *start,
         figures,
-        (f"{alarms:>6} ", "orange" if alarms else "muted"),
+        (f"{alarms:>11} ", "orange" if alarms else "muted"),
         (sparkline(state.series("objective"), spark), "blue"),
     )

@@ -153,7 +153,7 @@ def fleet_caption(hosts: Sequence[HostHistory], slots: Sequence[str], width: int
     parts: list[str | tuple[str, str]] = ["gain where it has a control, ", course]
     if any(value is not None for host in hosts for value in host.gains):
         sides = ("over", "green"), "/", ("under", "vermilion")
-        parts = ["gain in points ", *sides, " its control, and ", ("by step", "blue")]
+        parts = ["live gain in points ", *sides, " its control, ", ("by step", "blue")]
     order = safe(", ".join(slots)) or "none known yet"
     return [
         styled(f"host, slots, {score}, ", *parts),
