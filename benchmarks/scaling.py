@@ -13,7 +13,8 @@ Efficiency is the median round of one rank over that of N ranks. It is the produ
                 waiting for the rank whose hosts grow most take
 
 Independent processes begin their rounds together. All parts come from the metrics that a run records. The first round
-is not counted: torch compiles and allocates in it.
+is not counted: torch compiles and allocates in it. CPU seconds, of rank 0 and of the independent processes, tell more
+work (they rise, too) from cores that others use (they do not).
 
 With --policies-equal all worlds have --hosts hosts together. The table shows how far their last policies are from that
 of the first world, and whether all ranks hold the same one. The script fails if ranks differ, or on the CPU any bit.
@@ -47,8 +48,9 @@ from esper.simic.training.trainer import Trainer
 from esper.storage.logs import read_lines
 
 FACTORS = ("efficiency", "hardware", "joining")
+TIMES_OF_ROUNDS = ("round_s", "independent_s", "cpu_s", "independent_cpu_s")
 PARTS = ("collect_s", "mean_wait_s", "exchange_s", "update_s")
-HEADER = ["ranks", "hosts", "round s", "independent s", *FACTORS, "hosts/s"]
+HEADER = ["ranks", "hosts", "round s", "independent s", "CPU s", "independent CPU s", *FACTORS, "hosts/s"]
 HEADER += ["collect s", "wait s", "exchange s", "update s", "kB"]
 TIMES = "rounds.json"  # beside a run: seconds of its rounds, and whether all ranks ended with one policy
 
@@ -60,15 +62,21 @@ class TimedTrainer(Trainer):
     """A trainer that notes how long whole rounds take, with logs and checkpoint."""
 
     seconds: list[float]
+    cpu_seconds: list[float]
     others: World | None = None  # processes that begin their rounds together with this one
+
+    def note_times(self) -> None:
+        """Begin to note them."""
+        self.seconds, self.cpu_seconds = [], []
 
     def run_round(self) -> list[RoundRecord]:
         """As ever, timed."""
         if self.others is not None:
             self.others.agree({})
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         records = super().run_round()
         self.seconds.append(time.perf_counter() - begin)
+        self.cpu_seconds.append(time.process_time() - cpu)
         return records
 
 
@@ -83,19 +91,21 @@ def train(arguments: argparse.Namespace, hosts: int, folder: Path, *, independen
             trained.run()
         else:
             trained = TimedTrainer(config, folder, world=world)
-            trained.seconds = []
+            trained.note_times()
             trained.run(progress=False)
         assert trained.agent is not None
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in agent_tensors(trained.agent).items()}
         policies = world.gather(Message({}, {"policy": sha256(safetensors.torch.save(tensors)).hexdigest()}))
-        seconds = trained.seconds if isinstance(trained, TimedTrainer) else []
+        own = (trained.seconds, trained.cpu_seconds) if isinstance(trained, TimedTrainer) else ([], [])
         del trained  # and its memory
-        apart = train_apart(config, world) if world.size > 1 and independent else seconds
-        by_rank = world.gather(Message({}, {"seconds": apart}))
+        apart = train_apart(config, world) if world.size > 1 and independent else own
+        by_rank = world.gather(Message({}, dict(zip(("seconds", "cpu_seconds"), apart, strict=True))))
         if world.rank == 0:
             times = {
-                "seconds": seconds,
+                "seconds": own[0],
+                "cpu_seconds": own[1],
                 "independent_seconds": [message.content["seconds"] for message in by_rank],
+                "independent_cpu_seconds": [message.content["cpu_seconds"] for message in by_rank],
                 "ranks": world.size,
                 "ranks_hold_one_policy": len({message.content["policy"] for message in policies}) == 1,
             }
@@ -103,17 +113,18 @@ def train(arguments: argparse.Namespace, hosts: int, folder: Path, *, independen
         return world.rank
 
 
-def train_apart(config: TrainConfig, world: World) -> list[float]:
-    """Seconds of the rounds of this rank's hosts, trained without the other ranks, at the same time as theirs."""
+def train_apart(config: TrainConfig, world: World) -> tuple[list[float], list[float]]:
+    """Seconds and CPU seconds of the rounds of this rank's hosts, without the others, at the same time as theirs."""
     config = replace(config, hosts=config.hosts // world.size, device=world.device(config.device))
     with tempfile.TemporaryDirectory() as folder:
         trainer = TimedTrainer(config, Path(folder) / "run")
         groups = len(trainer.collector.share.groups)
         first = groups * world.rank
         trainer.collector.share = Share(range(first, first + groups), groups * world.size)
-        trainer.seconds, trainer.others = [], world
+        trainer.note_times()
+        trainer.others = world
         trainer.run(progress=False)
-    return trainer.seconds
+    return trainer.seconds, trainer.cpu_seconds
 
 
 # -- in the process that starts them ----------------------------------------------------------------------------------
@@ -140,9 +151,13 @@ def figures(folder: Path, hosts: int, warm: int) -> dict[str, Any]:
         "hosts": hosts,
         "ranks_hold_one_policy": times["ranks_hold_one_policy"],
         "round_s": statistics.median(times["seconds"][first:]),
-        "independent_s": statistics.median(
-            seconds for of_rank in times["independent_seconds"] for seconds in of_rank[first:]
-        ),
+        "cpu_s": statistics.median(times["cpu_seconds"][first:]),
+        **{
+            f"independent_{kind}s": statistics.median(
+                seconds for of_rank in times[f"independent_{kind}seconds"] for seconds in of_rank[first:]
+            )
+            for kind in ("", "cpu_")
+        },
         **_medians([_parts(line, times["ranks"]) for line in lines[first:]]),
         "rounds_s": times["seconds"],
         "independent_rounds_s": times["independent_seconds"],
@@ -172,7 +187,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     """Print all worlds. Efficiency needs a world of one rank."""
     cells = []
     for row in rows:
-        times = [f"{row[name]:.2f}" for name in ("round_s", "independent_s")]
+        times = [f"{row[name]:.2f}" for name in TIMES_OF_ROUNDS]
         factors = ["-" if row[name] is None else f"{row[name]:.2f}" for name in FACTORS]
         rate, size = row["hosts"] / row["round_s"], row["exchanged_bytes"] / 1e3
         parts = [f"{row[name]:.3f}" for name in PARTS]

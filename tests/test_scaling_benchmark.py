@@ -49,6 +49,7 @@ def test_a_row_per_world(tmp_path: Path, run_here: Callable[..., str]) -> None:
     assert [len(rounds) for rounds in two["independent_rounds_s"]] == [2, 2]
     assert two["independent_s"] == pytest.approx(sum(rounds[1] for rounds in two["independent_rounds_s"]) / 2)
     assert two["hardware"] == pytest.approx(one["round_s"] / two["independent_s"])
+    assert 0 < one["cpu_s"] == one["independent_cpu_s"] and min(two["cpu_s"], two["independent_cpu_s"]) > 0
     assert two["efficiency"] == pytest.approx(two["hardware"] * two["joining"])
     assert two["exchanged_bytes"] > 1000 and two["longest_wait_s"] > 0 and two["ranks_hold_one_policy"]
     assert two["round_s"] == two["rounds_s"][1] > 0 and min(two["collect_s"], two["update_s"]) > 0
