@@ -16,20 +16,20 @@ Load = Callable[[str], ModuleType]
 
 @pytest.mark.slow
 def test_memory_envs(tmp_path: Path) -> None:
-    """Both agents on two environments: a row each and the difference; finished cells are not run again."""
+    """Both agents on three environments: a row each and the difference; finished cells are not run again."""
     for package in ("sb3_contrib", "popgym", "minigrid"):
         pytest.importorskip(package)
     arguments = ["--part", "development", "--steps", "4096", "--seeds", "2"]
     folders = ["--keep", str(tmp_path / "keep"), "--out", str(tmp_path / "out")]
     printed = run_script("memory_envs.py", tmp_path, *arguments, *folders)
     rows = [line.split() for line in printed.splitlines() if line.startswith(("learn  ", "RecurrentPPO  "))]
-    assert [(row[0], len(row)) for row in rows] == [("learn", 9), ("RecurrentPPO", 6)]
+    assert [(row[0], len(row)) for row in rows] == [("learn", 10), ("RecurrentPPO", 7)]
     written = json.loads((tmp_path / "out" / "memory_envs.json").read_text())
     assert written["settings"] == {"steps": 4096, "envs": 16, "seeds": 2, "part": "development"}
     ours = written["agents"]["learn"]
-    assert [len(values) for values in ours["returns"].values()] == [2, 2] and len(ours["difference"]) == 2
+    assert [len(values) for values in ours["returns"].values()] == [2, 2, 2] and len(ours["difference"]) == 2
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "keep").iterdir()}
-    assert len(kept) == 2 + 2 * 2 * 2
+    assert len(kept) == 3 + 2 * 3 * 2
     table = printed[printed.index("Normalised") :]
     assert run_script("memory_envs.py", tmp_path, *arguments, *folders).lstrip() == table
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "keep").iterdir()} == kept
@@ -40,7 +40,7 @@ def test_returns_are_normalised_and_judged(
 ) -> None:
     """By hand: random 0.2, best 1; ours 0.6 and 0.8, theirs 0.4 and 1.0 on one environment, equal on the other."""
     module = script_of("memory_envs")
-    tasks = [task for task in module.TASKS.values() if task.part == "development"]
+    tasks = [task for task in module.TASKS.values() if task.part == "final"]
     returns = {
         ("learn", 0): 0.6,
         ("learn", 1): 0.8,
@@ -58,7 +58,7 @@ def test_returns_are_normalised_and_judged(
         return {cell: run(cell) for cell in wanted}
 
     monkeypatch.setattr(module, "run_cells", at_once)
-    monkeypatch.setattr("sys.argv", ["x", "--part", "development", "--seeds", "2", "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["x", "--part", "final", "--seeds", "2", "--out", str(tmp_path)])
     module.main()
     written = json.loads((tmp_path / "memory_envs.json").read_text())["agents"]
     assert written["learn"]["returns"][tasks[0].name] == pytest.approx([0.5, 0.75])
