@@ -62,14 +62,14 @@ def beside(shots: list[Image.Image]) -> Image.Image:
 
 def main() -> None:
     """Write the pictures."""
-    from playwright.sync_api import sync_playwright
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--host", type=int, help="the host that is drawn (default: the best)")
     parser.add_argument("--step", type=int, help="where its slider stands (default: the end)")
     parser.add_argument("--out", type=Path, default=DOCS)
     arguments = parser.parse_args()
+    from playwright.sync_api import sync_playwright
+
     host = Asked(arguments.run.name, "host", host=arguments.host)
     fleet = host._replace(view="fleet", host=None)
     with served(arguments.run.parent), sync_playwright() as playwright:
