@@ -25,7 +25,7 @@ SMALLER = {
     "offline iql": {"--epochs": "2", "--policy-epochs": "2"},
 }
 """Subcommand → flags that are set to this, whether the page names them or not."""
-TEACH = "90"
+TEACH = "52"
 """Episodes of a search that is imitated, where the page names one."""
 EXTRAS = {"--tensorboard": "tensorboard", "--wandb": "wandb"}
 """Flag → the package that it needs and that a plain installation lacks."""
@@ -44,8 +44,9 @@ def reduced(words: list[str]) -> list[str]:
             arguments[arguments.index(flag) + 1] = value
         else:
             arguments += [flag, value]
-    if "--teach" in arguments:
-        arguments[arguments.index("--teach") + 1] = TEACH
+    for flag, value in {"--teach": TEACH, "--workers": "1"}.items():
+        if flag in arguments:
+            arguments[arguments.index(flag) + 1] = value
     return arguments
 
 
@@ -54,7 +55,8 @@ def test_reduced() -> None:
     assert reduced(["esper", "train", "--hosts", "32"]) == ["train", "--hosts", "8", "--rounds", "2"]
     assert reduced(["esper", "train", "--resume", "runs/a"]) == ["train", "--resume", "runs/a"]
     assert reduced(["esper", "tasks"]) == ["tasks"]
-    assert reduced(["esper", "train", "--teach", "300"])[:3] == ["train", "--teach", TEACH]
+    taught = ["esper", "train", "--teach", "300", "--workers", "2"]
+    assert reduced(taught)[:5] == ["train", "--teach", TEACH, "--workers", "1"]
     assert reduced(["esper", "offline", "imitate", "a"]) == ["offline", "imitate", "a", "--epochs", "2"]
 
 

@@ -21,6 +21,7 @@ DATA = digits(200)
 VALIDATION = digits(300)[0][200:], digits(300)[1][200:]
 
 
+@pytest.mark.default_cases("bare-accumulate")
 @pytest.mark.parametrize(("order", "accumulation"), [("wrapped", "plain"), ("bare", "accumulate")])
 def test_two_ranks_stay_equal(order: str, accumulation: str, tmp_path: Path) -> None:
     """DDP built before or after the grower, with and without accumulation."""

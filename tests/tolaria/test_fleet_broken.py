@@ -148,6 +148,7 @@ BLUEPRINTS: list[tuple[Kind, str]] = [
 
 
 @pytest.mark.invariant(12)
+@pytest.mark.default_cases("*-acting-0-cpu", "*-training-2-cpu")
 @PLACES
 @ENVS
 @pytest.mark.parametrize("slot", [0, 1], ids=["acting", "training"])

@@ -39,6 +39,7 @@ def check(ended: Ended, *words: str) -> None:
 
 
 @pytest.mark.usefixtures("little_patience")
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_alone(rank: int, tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 at its store; rank 1 finds no store."""
@@ -85,6 +86,7 @@ def test_a_port_that_is_no_number(tmp_path: Path) -> None:
         check(each, "127.0.0.1:first")
 
 
+@pytest.mark.slow
 def test_ranks_wait_longer_for_messages_than_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of another rank may take longer than meeting does."""
     monkeypatch.setattr(connection, "JOIN", timedelta(seconds=3))
@@ -105,6 +107,7 @@ def stop(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.default_cases("gather")
 @pytest.mark.parametrize(("shared", "whom"), [(False, "rank 1"), (True, "another rank")], ids=["gather", "share"])
 def test_a_rank_that_is_frozen(shared: bool, whom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 warns again and again, ever more rarely; when the rank continues, so do all."""

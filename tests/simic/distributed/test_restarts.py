@@ -96,6 +96,7 @@ def test_a_restart_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert again.code == 0, again.output
 
 
+@pytest.mark.default_cases("torchrun-finished", "alone-begun")
 @pytest.mark.parametrize("rounds", [0, 1], ids=["begun", "finished"])
 @pytest.mark.parametrize("maker", [("earlier", "earlier"), ()], ids=["torchrun", "alone"])
 def test_the_folder_of_another_launch_is_in_use(maker: tuple[str, ...], rounds: int, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_rollout_and_weights_are_equal_to_the_bit(
     assert len(metrics) == ROUNDS
 
 
+@pytest.mark.slow
 def test_a_straggler_is_printed_and_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that takes a second longer in four rounds is reported in the third, and only then."""
     config, play = quick_config(4), RoundCollector._play
