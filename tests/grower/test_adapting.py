@@ -193,6 +193,17 @@ def test_births_wait_for_the_head_and_happen_once() -> None:
     assert rule(report(OFFERS, 200, step=3, germinations=1)) == []
 
 
+def test_the_temperature_is_fitted_ever_since_the_head_is_trained() -> None:
+    """An old one would judge how sure a model is, not how good it is."""
+    assert [stage(12).fits_at(step) for step in (1, 2, 3, 12)] == [False, True, True, True]
+    temperatures = []
+    for steps in (head_steps(8), 6):
+        decider = adapt(until=steps)[1]._decider
+        assert decider is not None and decider.adaptation is not None
+        temperatures.append(decider.adaptation.temperature)
+    assert temperatures[0] != temperatures[1]
+
+
 @pytest.mark.parametrize(
     ("value", "error", "step", "age", "expected"),
     [
